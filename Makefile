@@ -1,0 +1,43 @@
+# Two commands do everything, set-up included: `make demo` and `make test`.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Data for the tests and experiments that need it; without it they are skipped and say so.
+ifneq ($(wildcard ../shared/data),)
+export LAPWING_DATA ?= $(abspath ../shared/data)
+endif
+
+.PHONY: demo test test-slow format bench docs clean
+
+demo: $(STAMP)
+	$(BIN)/lapwing demo
+
+test: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+	$(BIN)/mkdocs build --strict --quiet --site-dir $(VENV)/site
+
+test-slow: $(STAMP)
+	$(BIN)/pytest -m slow
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
+
+docs: $(STAMP)
+	$(BIN)/mkdocs serve
+
+$(STAMP): requirements-dev.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+clean:
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

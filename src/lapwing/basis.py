@@ -1,0 +1,229 @@
+"""Bases in which a block of the curvature is diagonal, and per-example gradients in their coordinates.
+
+`U` has `Uᵀ H U = diag(s)`; coordinates of a gradient g are `Uᵀ g`. Everything a posterior needs is
+elementwise there: with `D = 1/(T s/σ² + λ)`, the variance of an output is `Σ (Uᵀ g)² D`.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.gradients import Gradients, Pair, parts
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A diagonal side of a basis: `values: [..., d]`."""
+
+    values: Tensor
+
+
+Side = Tensor | Scaling | None  # one side of a basis: a matrix [..., d, d], a scaling, or the identity
+
+
+class Basis(ABC):
+    """A basis U of one block with p parameters; `shape` is that of its coordinates."""
+
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def coordinates(self, gradients: Gradients, start: int, stop: int) -> Tensor:
+        """`Uᵀ g` for examples `start` to `stop`: `[K, n, *shape]`."""
+
+    @abstractmethod
+    def expand(self, coordinates: Tensor) -> Tensor:
+        """`U z`: `[*lead, *shape]` to `[*lead, p]`."""
+
+    @abstractmethod
+    def reduce(self, vector: Tensor) -> Tensor:
+        """`Uᵀ v`: `[*lead, p]` to `[*lead, *shape]`."""
+
+    @abstractmethod
+    def marginal(self, scale: Tensor) -> Tensor:
+        """The diagonal of `U diag(scale) Uᵀ`: `[p]`."""
+
+    @abstractmethod
+    def double(self) -> Basis:
+        """The same basis in float64."""
+
+    def squares(self, gradients: Gradients, budget: int) -> Tensor:
+        """`Σ_kn (Uᵀ g_kn)²`: `[*shape]`."""
+        return _sum(self.coordinates(gradients, *part).square().sum((0, 1)) for part in self._parts(gradients, budget))
+
+    def variance(self, gradients: Gradients, scale: Tensor, budget: int) -> Tensor:
+        """`g_knᵀ U diag(scale) Uᵀ g_kn`: `[K, n]`."""
+        flat = scale.flatten()
+        return torch.cat(
+            [self.coordinates(gradients, *part).flatten(2).square() @ flat for part in self._parts(gradients, budget)],
+            dim=1,
+        )
+
+    def covariance(self, gradients: Gradients, scale: Tensor, budget: int) -> Tensor:
+        """`g_knᵀ U diag(scale) Uᵀ g_ln`: `[n, K, K]`."""
+        root = scale.sqrt()
+        covariances = []
+        for part in self._parts(gradients, budget):
+            rows = (self.coordinates(gradients, *part) * root).flatten(2).transpose(0, 1)
+            covariances.append(rows @ rows.mT)
+        return torch.cat(covariances)
+
+    def joint(self, gradients: Gradients, scale: Tensor, budget: int) -> Tensor:
+        """`g_knᵀ U diag(scale) Uᵀ g_lm` between all examples: `[N·K, N·K]`."""
+        rows = (self.coordinates(gradients, 0, gradients.examples) * scale.sqrt()).flatten(2)
+        rows = rows.transpose(0, 1).flatten(0, 1)
+        return rows @ rows.mT
+
+    def _parts(self, gradients: Gradients, budget: int) -> list[tuple[int, int]]:
+        size = torch.Size(self.shape).numel()
+        return list(parts(gradients, 2 * size, budget))
+
+
+@dataclass(frozen=True)
+class KroneckerBasis(Basis):
+    """`U_G ⊗ U_A` for a layer read as `(a, g)`, one per group: sides `[Q, O, ·]` and `[Q, I, ·]`.
+
+    With both sides the identity this is the basis of a diagonal approximation.
+    """
+
+    shape: tuple[int, int, int]
+    output: Side = None
+    input: Side = None
+
+    def coordinates(self, gradients: Gradients, start: int, stop: int) -> Tensor:
+        if not isinstance(gradients, Pair):
+            return self.reduce(gradients.rows(start, stop))
+        _, outputs, inputs = self.shape
+        positions = gradients.positions
+        # Per example and column: rotate (a, g) and then form the matrix, or form it and then rotate.
+        left = outputs if isinstance(self.output, Tensor) else 1
+        right = inputs if isinstance(self.input, Tensor) else 1
+        rotate_first = positions * (outputs * left + inputs * right / gradients.columns)
+        if rotate_first > outputs * inputs * (left + right):
+            return self.reduce(gradients.rows(start, stop).flatten(2))
+        g, a = self._rotated(gradients, start, stop)
+        return torch.einsum("knqro,nqri->knqoi", g, a)
+
+    def _rotated(self, pair: Pair, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """`ĝ = g U_G: [K, n, Q, R, O]` and `â = a U_A: [n, Q, R, I]`, the bias included."""
+        g = pair.g[:, start:stop]
+        a = pair.inputs.part(start, stop).to(g.dtype)
+        if pair.inputs.bias and not isinstance(self.input, Tensor):
+            a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], dim=-1)
+        if isinstance(self.output, Tensor):
+            g = torch.einsum("knqro,qop->knqrp", g, self.output)
+        elif isinstance(self.output, Scaling):
+            g = g * self.output.values.unsqueeze(1)
+        side = self.input
+        if isinstance(side, Scaling):
+            a = a * side.values.unsqueeze(1)
+        elif side is not None and pair.inputs.bias:
+            a = torch.einsum("nqri,qij->nqrj", a, side[:, :-1]) + side[:, None, -1]
+        elif side is not None:
+            a = torch.einsum("nqri,qij->nqrj", a, side)
+        return g, a
+
+    def expand(self, coordinates: Tensor) -> Tensor:
+        matrix = _apply(coordinates, self.output, "...qoi,qpo->...qpi", "...qoi,qo->...qoi")
+        return _apply(matrix, self.input, "...qoi,qji->...qoj", "...qoi,qi->...qoi").flatten(-3)
+
+    def reduce(self, vector: Tensor) -> Tensor:
+        matrix = _apply(vector.unflatten(-1, self.shape), self.output, "...qoi,qop->...qpi", "...qoi,qo->...qoi")
+        return _apply(matrix, self.input, "...qoi,qij->...qoj", "...qoi,qi->...qoi")
+
+    def marginal(self, scale: Tensor) -> Tensor:
+        squared = KroneckerBasis(self.shape, _square(self.output), _square(self.input))
+        return squared.expand(scale)
+
+    def double(self) -> KroneckerBasis:
+        return KroneckerBasis(self.shape, _double(self.output), _double(self.input))
+
+    def squares(self, gradients: Gradients, budget: int) -> Tensor:
+        if not isinstance(gradients, Pair) or gradients.positions > 1:
+            return super().squares(gradients, budget)
+        g, a = self._rotated(gradients, 0, gradients.examples)
+        return torch.einsum("nqo,nqi->qoi", g.squeeze(3).square().sum(0), a.squeeze(2).square())
+
+    def variance(self, gradients: Gradients, scale: Tensor, budget: int) -> Tensor:
+        if not isinstance(gradients, Pair) or gradients.positions > 1:
+            return super().variance(gradients, scale, budget)
+        g, weights = self._weighted(gradients, scale)
+        return torch.einsum("knqo,nqo->kn", g.square(), weights)
+
+    def covariance(self, gradients: Gradients, scale: Tensor, budget: int) -> Tensor:
+        if not isinstance(gradients, Pair) or gradients.positions > 1:
+            return super().covariance(gradients, scale, budget)
+        g, weights = self._weighted(gradients, scale)
+        rows = (g * weights.sqrt()).flatten(2).transpose(0, 1)
+        return rows @ rows.mT
+
+    def _weighted(self, pair: Pair, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """`ĝ: [K, N, Q, O]` and `w_no = Σ_i â_ni² D_oi: [N, Q, O]` where each example has one position."""
+        g, a = self._rotated(pair, 0, pair.examples)
+        return g.squeeze(3), torch.einsum("nqi,qoi->nqo", a.squeeze(2).square(), scale)
+
+    def joint(self, gradients: Gradients, scale: Tensor, budget: int) -> Tensor:
+        if not isinstance(gradients, Pair):
+            return super().joint(gradients, scale, budget)
+        g, a = self._rotated(gradients, 0, gradients.examples)
+        root = scale.sqrt()
+        total = g.new_zeros((g.shape[0] * g.shape[1],) * 2)
+        outputs = max(1, budget // (2 * g.shape[0] * g.shape[1] * g.shape[2] * a.shape[3] * g.element_size()))
+        for first in range(0, g.shape[4], outputs):
+            part = slice(first, first + outputs)
+            rows = torch.einsum("knqro,nqri->nkqoi", g[..., part], a) * root[:, part]
+            rows = rows.flatten(2).flatten(0, 1)
+            total = total + rows @ rows.mT
+        return total
+
+
+@dataclass(frozen=True)
+class DenseBasis(Basis):
+    """Any basis of a block of p parameters: a matrix `[p, p]`, a scaling `[p]`, or the identity."""
+
+    shape: tuple[int]
+    vectors: Side = None
+
+    def coordinates(self, gradients: Gradients, start: int, stop: int) -> Tensor:
+        return self.reduce(gradients.rows(start, stop).reshape(gradients.columns, stop - start, -1))
+
+    def expand(self, coordinates: Tensor) -> Tensor:
+        return _apply(coordinates, self.vectors, "...i,ji->...j", "...i,i->...i")
+
+    def reduce(self, vector: Tensor) -> Tensor:
+        return _apply(vector, self.vectors, "...i,ij->...j", "...i,i->...i")
+
+    def marginal(self, scale: Tensor) -> Tensor:
+        return DenseBasis(self.shape, _square(self.vectors)).expand(scale)
+
+    def double(self) -> DenseBasis:
+        return DenseBasis(self.shape, _double(self.vectors))
+
+
+def _apply(x: Tensor, side: Side, contract: str, scale: str) -> Tensor:
+    if side is None:
+        return x
+    if isinstance(side, Scaling):
+        return torch.einsum(scale, x, side.values)
+    return torch.einsum(contract, x, side)
+
+
+def _square(side: Side) -> Side:
+    if isinstance(side, Scaling):
+        return Scaling(side.values.square())
+    return None if side is None else side.square()
+
+
+def _double(side: Side) -> Side:
+    if isinstance(side, Scaling):
+        return Scaling(side.values.double())
+    return None if side is None else side.double()
+
+
+def _sum(terms: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, terms)

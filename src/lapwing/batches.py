@@ -1,0 +1,121 @@
+"""From what a loader yields to the arguments of the model and the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from lapwing.errors import InputError
+
+Unpack = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Tensor]]
+ReadOutput = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of one call of the model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def to(self, device: torch.device) -> Inputs:
+        def move(leaf: Any) -> Any:
+            return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+        return Inputs(tree_map(move, self.args), tree_map(move, self.kwargs))
+
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in tree_flatten((self.args, self.kwargs))[0] if isinstance(leaf, Tensor)]
+
+    def check_finite(self, where: str) -> None:
+        for tensor in self.tensors():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise InputError(f"{where}: the input holds NaN or inf. Clean or impute it first.")
+
+    def requires_grad(self) -> bool:
+        return any(tensor.requires_grad for tensor in self.tensors())
+
+    def split(self, examples: int) -> SplitInputs:
+        """Tell the leaves that have an example axis (dimension 0 of size `examples`) from the rest."""
+        leaves, spec = tree_flatten((self.args, self.kwargs))
+        batched = tuple(isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == examples for leaf in leaves)
+        return SplitInputs(tuple(leaves), batched, spec)
+
+
+@dataclass(frozen=True)
+class SplitInputs:
+    """Inputs taken apart: `leaves[i]` has an example axis where `batched[i]`."""
+
+    leaves: tuple[Any, ...]
+    batched: tuple[bool, ...]
+    spec: Any
+
+    def examples(self) -> tuple[Tensor, ...]:
+        """The leaves with an example axis."""
+        return tuple(leaf for leaf, batched in zip(self.leaves, self.batched, strict=True) if batched)
+
+    def join(self, examples: Sequence[Tensor]) -> Inputs:
+        """Put other examples in the place of `examples()`."""
+        given = iter(examples)
+        leaves = [next(given) if batched else leaf for leaf, batched in zip(self.leaves, self.batched, strict=True)]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return Inputs(args, kwargs)
+
+    def part(self, start: int, stop: int) -> Inputs:
+        """The inputs of examples `start` to `stop`."""
+        return self.join([leaf[start:stop] for leaf in self.examples()])
+
+
+def unpack(batch: Any, where: str, custom: Unpack | None = None) -> tuple[Inputs, Tensor]:
+    """Read one batch as (arguments, target).
+
+    `(x, y)` and `(x1, x2, ..., y)` are positional arguments and a target; a mapping is keyword
+    arguments with the target under "labels"; anything else goes through `custom`.
+    """
+    if custom is not None:
+        args, kwargs, target = custom(batch)
+        return Inputs(tuple(args), dict(kwargs)), target
+    if isinstance(batch, Mapping):
+        if "labels" not in batch:
+            raise InputError(
+                f"{where}: a mapping without the key 'labels' (it has {', '.join(map(repr, batch))}). "
+                "Add the target under 'labels', or pass Laplace(..., unpack=fn) with "
+                "fn(batch) -> (args, kwargs, target)."
+            )
+        kwargs = {key: value for key, value in batch.items() if key != "labels"}
+        return Inputs((), kwargs), _target(batch["labels"], where)
+    if isinstance(batch, (tuple, list)) and len(batch) >= 2:
+        return Inputs(tuple(batch[:-1]), {}), _target(batch[-1], where)
+    raise InputError(
+        f"{where}: a batch without a target ({type(batch).__name__}). Yield (x, y), (x1, ..., y) or a "
+        "mapping with 'labels', or pass Laplace(..., unpack=fn) with fn(batch) -> (args, kwargs, target)."
+    )
+
+
+def _target(target: Any, where: str) -> Tensor:
+    if not isinstance(target, Tensor):
+        raise InputError(f"{where}: the target is a {type(target).__name__}, not a tensor.")
+    return target
+
+
+def read_output(output: Any, custom: ReadOutput | None = None) -> Tensor:
+    """The tensor of outputs `[N, ...]` in whatever the model returned."""
+    if custom is not None:
+        output = custom(output)
+    elif hasattr(output, "logits"):
+        output = output.logits
+    elif isinstance(output, Mapping) and "logits" in output:
+        output = output["logits"]
+    if not isinstance(output, Tensor):
+        raise InputError(
+            f"The model returned a {type(output).__name__}, not a tensor. Pass Laplace(..., output=fn) with "
+            "fn(returned) -> tensor [N, ...]."
+        )
+    if output.dim() == 0:
+        raise InputError("The model returned a single number; its outputs need an example axis first: [N, ...].")
+    return output

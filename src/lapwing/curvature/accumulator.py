@@ -1,0 +1,94 @@
+"""What every structure's accumulator can do: add up a block of H over the data, then decompose it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from lapwing.basis import Basis
+from lapwing.errors import InputError
+from lapwing.gradients import Gradients
+from lapwing.gradients import Inputs as LayerInputs
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """`Uᵀ H U = diag(eigenvalues)` with `Uᵀ M U = I`; eigenvalues have the basis' shape, in float64.
+
+    `sides`, for Kronecker blocks, are the factors' own eigenvalues per example: those of
+    `E[Σ_r a aᵀ]`, `[Q, I]`, and of `E[Σ_r g gᵀ]/R`, `[Q, O]`.
+    """
+
+    basis: Basis
+    eigenvalues: Tensor
+    sides: tuple[Tensor, Tensor] | None = None
+
+
+class Accumulator(Protocol):
+    """A block of the curvature, summed over the data seen so far.
+
+    Where `elementwise`, any diagonal prior is free.
+    """
+
+    kind: str
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether the basis is the identity."""
+
+    def observe(self, inputs: LayerInputs) -> None:
+        """See a layer's inputs, once per batch, before its gradients."""
+
+    def update(self, gradients: Gradients) -> None:
+        """Add `Σ_kn g_kn g_knᵀ` in the block's structure."""
+
+    def merge(self, other: Self) -> Self:
+        """The sum over both data sets."""
+
+    def scale(self, factor: float) -> Self:
+        """H times a factor."""
+
+    def decompose(self, shape: Tensor | None) -> Decomposition:
+        """Basis and eigenvalues for a prior of shape `M = diag(shape)`, `[p]`; None is the identity.
+
+        Eigenvalues are differentiable in `shape`; the basis is not.
+        """
+
+    def matrix(self) -> Tensor:
+        """H itself, dense: `[p, p]`. For inspection and tests of small blocks."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a file keeps; `load` is the inverse."""
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take over what `tensors` gave."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same on another device."""
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Sums over data are kept in at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (float64) and eigenvectors (in the matrix' dtype) of symmetric matrices.
+
+    The decomposition is in float64. The eigenvalues are differentiable, the eigenvectors detached.
+    """
+    symmetric = matrix.double()
+    symmetric = 0.5 * (symmetric + symmetric.mT)
+    values, vectors = torch.linalg.eigh(symmetric)
+    return values, vectors.detach().to(matrix.dtype)
+
+
+def need_no_shape(shape: Tensor | None, structure: str) -> None:
+    if shape is not None:
+        raise InputError(
+            f"structure={structure!r} keeps the basis of its fit, so it takes one prior precision per layer, "
+            "equal for weight and bias. Use structure='kron', 'block', 'full' or 'diag' for finer groups."
+        )

@@ -1,0 +1,66 @@
+"""Curvature: a sum over data, and nothing else. No prior, no temperature, no noise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature.blocks import Block
+from lapwing.errors import InputError
+from lapwing.likelihoods import Statistics
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """H block by block, with the other sums over the same data.
+
+    `gradient` is `Σ_n J_nᵀ ∇_f log p` at unit noise by parameter name; `statistics` has N and Σ log p.
+    """
+
+    structure: str
+    kind: str
+    blocks: tuple[Block, ...]
+    statistics: Statistics
+    gradient: dict[str, Tensor]
+
+    @property
+    def examples(self) -> float:
+        """How many examples were seen."""
+        return self.statistics.examples
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(name for block in self.blocks for name in block.parameters)
+
+    @property
+    def size(self) -> int:
+        """The number of Bayesian parameters."""
+        return sum(block.size for block in self.blocks)
+
+    def merge(self, other: Curvature) -> Curvature:
+        """The curvature of both data sets together (same model, weights, structure and kind)."""
+        for what in ("structure", "kind"):
+            if getattr(self, what) != getattr(other, what):
+                raise InputError(
+                    f"Curvatures of different {what} do not merge: {getattr(self, what)!r}, {getattr(other, what)!r}."
+                )
+        if [block.layers for block in self.blocks] != [block.layers for block in other.blocks]:
+            raise InputError("Curvatures of different layers do not merge: fit both with the same model and weights.")
+        blocks = tuple(
+            replace(left, accumulator=left.accumulator.merge(right.accumulator))
+            for left, right in zip(self.blocks, other.blocks, strict=True)
+        )
+        gradient = {name: value + other.gradient[name] for name, value in self.gradient.items()}
+        return replace(self, blocks=blocks, statistics=self.statistics + other.statistics, gradient=gradient)
+
+    def scale(self, factor: float) -> Curvature:
+        """All sums times a factor: 1/M turns M passes over a data set into their average."""
+        blocks = tuple(replace(block, accumulator=block.accumulator.scale(factor)) for block in self.blocks)
+        gradient = {name: value * factor for name, value in self.gradient.items()}
+        return replace(self, blocks=blocks, statistics=self.statistics.scale(factor), gradient=gradient)
+
+    def to(self, device: torch.device) -> Curvature:
+        blocks = tuple(replace(block, accumulator=block.accumulator.to(device)) for block in self.blocks)
+        return replace(self, blocks=blocks, gradient={name: g.to(device) for name, g in self.gradient.items()})

@@ -1,0 +1,156 @@
+"""Kronecker factors of a layer: `H ≈ G ⊗ A`, one pair per group of a grouped convolution.
+
+expand: `A = Σ_nr a aᵀ / (N R)`, `G = Σ_knr g gᵀ`; reduce: with `ā = mean_r a` and `ḡ = Σ_r g`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from lapwing.basis import KroneckerBasis, Scaling, Side
+from lapwing.curvature.accumulator import Decomposition, eigh
+from lapwing.errors import InputError
+from lapwing.gradients import Gradients, Pair
+from lapwing.gradients import Inputs as LayerInputs
+
+
+@dataclass
+class KroneckerAccumulator:
+    """Sums `Σ a aᵀ: [Q, I, I]` and `Σ g gᵀ: [Q, O, O]` with their counts; divided once, at the end.
+
+    A side above `max_factor` keeps only its diagonal, `[Q, I]` or `[Q, O]`.
+    """
+
+    shape: tuple[int, int, int]
+    inputs: Tensor
+    outputs: Tensor
+    reduce: bool
+    budget: int
+    positions: float = 0.0
+    examples: float = 0.0
+    kind: str = "kron"
+    elementwise: bool = False
+
+    @staticmethod
+    def zeros(
+        shape: tuple[int, int, int], reduce: bool, max_factor: int, budget: int, like: Tensor
+    ) -> KroneckerAccumulator:
+        groups, outputs, inputs = shape
+        sides = [
+            like.new_zeros((groups, size, size) if size <= max_factor else (groups, size)) for size in (inputs, outputs)
+        ]
+        return KroneckerAccumulator(shape, sides[0], sides[1], reduce, budget)
+
+    def observe(self, inputs: LayerInputs) -> None:
+        first = inputs.part(0, 1)  # says how much memory one example takes
+        step = max(1, math.floor(self.budget / (4 * first.numel() * first.element_size())))
+        for start in range(0, inputs.examples, step):
+            a = inputs.part(start, min(start + step, inputs.examples))
+            self._add_inputs(a.mean(2, keepdim=True) if self.reduce else a, inputs.bias)
+        self.positions += inputs.examples * (1 if self.reduce else first.shape[2])
+        self.examples += inputs.examples
+
+    def _add_inputs(self, a: Tensor, bias: bool) -> None:
+        flat = a.transpose(0, 1).flatten(1, 2).to(self.inputs.dtype)  # [Q, n·R, I]
+        count, width = flat.shape[1:]
+        if self.inputs.dim() == 2:
+            self.inputs[:, :width] += flat.square().sum(1)
+            self.inputs[:, width:] += count  # the bias, where there is one
+        elif not bias:
+            self.inputs.baddbmm_(flat.mT, flat)
+        else:
+            sums = flat.sum(1)
+            self.inputs[:, :width, :width] += flat.mT @ flat
+            self.inputs[:, width, :width] += sums
+            self.inputs[:, :width, width] += sums
+            self.inputs[:, width, width] += count
+
+    def update(self, gradients: Gradients) -> None:
+        assert isinstance(gradients, Pair)
+        g = gradients.g.sum(3, keepdim=True) if self.reduce else gradients.g
+        flat = g.permute(2, 0, 1, 3, 4).flatten(1, 3).to(self.outputs.dtype)  # [Q, K·N·R, O]
+        if self.outputs.dim() == 2:
+            self.outputs += flat.square().sum(1)
+        else:
+            self.outputs.baddbmm_(flat.mT, flat)
+
+    def merge(self, other: Self) -> Self:
+        if self.reduce != other.reduce:
+            raise InputError("A kron='expand' and a kron='reduce' curvature do not merge.")
+        return replace(
+            self,
+            inputs=self.inputs + other.inputs,
+            outputs=self.outputs + other.outputs,
+            positions=self.positions + other.positions,
+            examples=self.examples + other.examples,
+        )
+
+    def scale(self, factor: float) -> Self:
+        return replace(
+            self,
+            inputs=self.inputs * factor,
+            outputs=self.outputs * factor,
+            positions=self.positions * factor,
+            examples=self.examples * factor,
+        )
+
+    def decompose(self, shape: Tensor | None) -> Decomposition:
+        output_shape, input_shape = self._separate(shape)
+        count = max(self.positions, 1)
+        input_values, input_side = _decompose_side(self.inputs / count, input_shape)
+        output_values, output_side = _decompose_side(self.outputs, output_shape)
+        basis = KroneckerBasis(self.shape, output_side, input_side)
+        eigenvalues = output_values.unsqueeze(2) * input_values.unsqueeze(1)
+        per_example = count / max(self.examples, 1)
+        return Decomposition(basis, eigenvalues, (input_values * per_example, output_values / count))
+
+    def _separate(self, shape: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Write `M = diag(shape)` as `M_G ⊗ M_A`: constant over outputs, or constant over inputs."""
+        if shape is None:
+            return None, None
+        tensor = shape.unflatten(0, self.shape)
+        values = tensor.detach()
+        if bool((values == values[:1, :1]).all()):
+            return None, tensor[0, 0]
+        if bool((values == values[..., :1]).all()):
+            return tensor[..., 0], None
+        raise InputError(
+            "structure='kron' takes prior precisions that are equal for all outputs of a layer (one for the "
+            "weight, one for the bias, or one per input) or equal for all its inputs. Use structure='diag', "
+            "'block' or 'full' for one precision per parameter."
+        )
+
+    def matrix(self) -> Tensor:
+        dense = [side if side.dim() == 3 else torch.diag_embed(side) for side in (self.outputs, self.inputs)]
+        blocks = [torch.kron(g, a / max(self.positions, 1)) for g, a in zip(*dense, strict=True)]
+        dense_blocks: Tensor = torch.block_diag(*blocks)
+        return dense_blocks
+
+    def tensors(self) -> dict[str, Tensor]:
+        counts = torch.tensor([self.positions, self.examples], dtype=torch.float64)
+        return {"inputs": self.inputs, "outputs": self.outputs, "counts": counts}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        self.inputs, self.outputs = tensors["inputs"], tensors["outputs"]
+        self.positions, self.examples = tensors["counts"].tolist()
+
+    def to(self, device: torch.device) -> Self:
+        return replace(self, inputs=self.inputs.to(device), outputs=self.outputs.to(device))
+
+
+def _decompose_side(factor: Tensor, shape: Tensor | None) -> tuple[Tensor, Side]:
+    """Eigenvalues `[Q, d]` (clamped at 0) and basis of one factor under `M = diag(shape)`."""
+    root = None if shape is None else shape.rsqrt().expand(factor.shape[0], -1)
+    if factor.dim() == 2:
+        values = factor.double() if root is None else factor.double() * root.square()
+        return values, None if root is None else Scaling(root.detach().to(factor.dtype))
+    if root is None:
+        values, vectors = eigh(factor)
+        return values.clamp(min=0), vectors
+    values, vectors = eigh(root.unsqueeze(2) * factor * root.unsqueeze(1))
+    return values.clamp(min=0), (root.detach().unsqueeze(2) * vectors).to(factor.dtype)

@@ -1,0 +1,87 @@
+"""The structures by name: how layers are grouped into blocks, and which accumulator a block gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lapwing.basis import DenseBasis, KroneckerBasis
+from lapwing.curvature.accumulator import Accumulator, sum_dtype
+from lapwing.curvature.dense import DenseAccumulator
+from lapwing.curvature.diagonal import DiagonalAccumulator
+from lapwing.curvature.kronecker import KroneckerAccumulator
+from lapwing.errors import InputError
+from lapwing.gradients import Layer
+
+
+@dataclass(frozen=True)
+class StructureOptions:
+    """`kron`: "expand" or "reduce". `max_dense`: largest dense block of a layer without Kronecker form.
+    `max_factor`: a Kronecker side above it is diagonal. `budget`: bytes for intermediate results.
+    """
+
+    kron: str = "expand"
+    max_dense: int = 1024
+    max_factor: int = 16384
+    budget: int = 2**30
+
+
+Build = Callable[[Layer, StructureOptions, Tensor], Accumulator]
+
+
+def _diag(layer: Layer, options: StructureOptions, like: Tensor) -> Accumulator:
+    basis = DenseBasis((layer.size,)) if layer.shape is None else KroneckerBasis(layer.shape)
+    return DiagonalAccumulator(basis, like.new_zeros(basis.shape), options.budget)
+
+
+def _kron(layer: Layer, options: StructureOptions, like: Tensor) -> Accumulator:
+    if layer.shape is not None:
+        return KroneckerAccumulator.zeros(
+            layer.shape, options.kron == "reduce", options.max_factor, options.budget, like
+        )
+    return (_dense if layer.size <= options.max_dense else _diag)(layer, options, like)
+
+
+def _dense(layer: Layer, options: StructureOptions, like: Tensor) -> Accumulator:
+    return DenseAccumulator(like.new_zeros(layer.size, layer.size), options.budget)
+
+
+STRUCTURES: dict[str, Build] = {"diag": _diag, "kron": _kron, "ekfac": _kron, "block": _dense, "full": _dense}
+DENSE = ("block", "full")
+
+
+def arrange(structure: str, layers: tuple[Layer, ...], options: StructureOptions) -> tuple[Layer, ...]:
+    """Split layers that come as rows and are too large for one dense block into their parameters."""
+    if structure not in ("kron", "ekfac"):
+        return layers
+    arranged: list[Layer] = []
+    for layer in layers:
+        if layer.shape is not None or layer.size <= options.max_dense or len(layer.parameters) == 1:
+            arranged.append(layer)
+            continue
+        for name, size in zip(layer.parameters, layer.sizes, strict=True):
+            arranged.append(replace(layer, name=name, parameters=(name,), sizes=(size,)))
+    return tuple(arranged)
+
+
+def group(structure: str, layers: tuple[Layer, ...]) -> list[tuple[Layer, ...]]:
+    """The layers of each block: one a block, or all in one for the full structure."""
+    return [layers] if structure == "full" else [(layer,) for layer in layers]
+
+
+def build(structure: str, layers: tuple[Layer, ...], options: StructureOptions, like: Tensor) -> Accumulator:
+    """An empty accumulator for a block of these layers; `like` gives device and dtype."""
+    like = torch.empty(0, dtype=sum_dtype(like.dtype), device=like.device)
+    if structure in DENSE:
+        size = sum(layer.size for layer in layers)
+        if size * size * like.element_size() > 2**34:
+            raise InputError(
+                f"structure={structure!r} needs a matrix of {size} × {size} numbers for "
+                f"{layers[0].name!r}{' and others' if len(layers) > 1 else ''}. Use structure='kron', 'ekfac' or "
+                "'diag', or make fewer weights Bayesian (weights='last_layer' or a glob)."
+            )
+        return DenseAccumulator(like.new_zeros(size, size), options.budget)
+    return STRUCTURES[structure](layers[0], options, like)

@@ -1,0 +1,54 @@
+"""What can go wrong, said so that the reader knows the culprit and the fix."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class LapwingError(Exception):
+    """Base of every error that Lapwing raises on purpose."""
+
+
+class InputError(LapwingError, ValueError):
+    """An argument, a batch or a model that cannot be used as given."""
+
+
+class NotFittedError(LapwingError, RuntimeError):
+    """A posterior was asked for before `fit`."""
+
+
+class FileError(LapwingError, ValueError):
+    """A saved posterior that is damaged, newer, or belongs to another model."""
+
+
+class TuningWarning(UserWarning):
+    """A tuned value is not an interior optimum of the evidence."""
+
+
+def choose(value: str, options: Iterable[str], what: str) -> str:
+    """Return `value` if it is one of `options`, else raise and name the nearest right one."""
+    options = sorted(options)
+    if value in options:
+        return value
+    near = difflib.get_close_matches(str(value), options, n=1, cutoff=0.3)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise InputError(f"Unknown {what}: {value!r}.{hint} Supported: {', '.join(options)}.")
+
+
+def positive(value: float | Tensor, what: str) -> Tensor:
+    """Return `value` as a float64 tensor if it is positive and finite everywhere, else raise."""
+    tensor = torch.as_tensor(value)
+    tensor = tensor if tensor.dtype == torch.float64 else tensor.to(torch.float64)
+    if tensor.numel() == 1:
+        number = tensor.item()
+        good = math.isfinite(number) and number > 0
+    else:
+        good = bool((torch.isfinite(tensor) & (tensor > 0)).all())
+    if not good:
+        raise InputError(f"{what} must be positive and finite, got {value!r}.")
+    return tensor

@@ -1,0 +1,55 @@
+"""The evidence (marginal likelihood) of the Laplace approximation, with all normalizers.
+
+`T·log p(D|θ*) + log p(θ*) + (p/2) log 2π − ½ log det P`, differentiable in prior precision, noise and
+temperature. At the Newton center the log-likelihood is that of the quadratic model there. First
+derivatives at the Newton center are exact: θ* maximizes the terms it enters (envelope theorem), so it
+is held fixed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lapwing.posterior import Posterior
+
+
+def log_evidence(posterior: Posterior) -> Tensor:
+    """0-d, float64. Values of different models on the same data compare."""
+    fit = log_likelihood(posterior)
+    size = posterior.spectrum.curvature.size
+    return (
+        posterior.temperature * fit
+        + posterior.prior_scale * log_prior(posterior)
+        + 0.5 * size * math.log(2 * math.pi)
+        - 0.5 * posterior.log_det_precision()
+    )
+
+
+def log_likelihood(posterior: Posterior) -> Tensor:
+    """`log p(D|θ*)`, untempered; 0-d."""
+    curvature = posterior.spectrum.curvature
+    at_network = curvature.statistics.log_likelihood_at(posterior.noise)
+    if posterior.center == "network":
+        return at_network
+    slope = torch.stack(
+        [(curvature.gradient[name].double() * step).sum() for name, step in posterior.step.items()]
+    ).sum()
+    return at_network + (slope - 0.5 * posterior.step_curvature()) / posterior.noise
+
+
+def log_prior(posterior: Posterior) -> Tensor:
+    """`log N(θ*; μ₀, Π⁻¹)`, untempered; 0-d."""
+    terms = []
+    for name, precision in posterior.precisions.items():
+        distance = posterior.weights[name].double() - posterior.means[name]
+        if posterior.center != "network":
+            distance = distance + posterior.step[name]
+        squares = distance.square()
+        if precision.dim() == 0:
+            terms.append(0.5 * (squares.numel() * precision.log() - precision * squares.sum()))
+        else:
+            terms.append(0.5 * (precision.log() - precision * squares).sum())
+    return torch.stack(terms).sum() - 0.5 * posterior.spectrum.curvature.size * math.log(2 * math.pi)

@@ -1,0 +1,69 @@
+"""Borrow the user's model for one call and give it back exactly as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def borrowed(model: nn.Module, bayesian: Collection[str]) -> Iterator[None]:
+    """Put `model` into eval mode, with gradients for the parameters in `bayesian` only.
+
+    Eval mode makes BatchNorm use its running statistics, so that examples stay independent, and
+    turns dropout off. Training flags, `requires_grad` and buffers are put back on the way out,
+    also after an exception. `.grad` is never written.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    try:
+        for module, _ in modes:
+            module.training = False
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in bayesian)
+        with (
+            torch.enable_grad(),
+            torch.compiler.set_stance("force_eager"),
+            # cuDNN's recurrent layers have no backward pass in eval mode.
+            torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled and not _recurrent(model)),
+        ):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+        for module, name, buffer, value in buffers:
+            if buffer is not None and value is not None and not _identical(buffer, value):
+                with torch.no_grad():
+                    buffer.copy_(value)
+            module._buffers[name] = buffer
+
+
+def _recurrent(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.RNNBase) for module in model.modules())
+
+
+def _identical(left: torch.Tensor, right: torch.Tensor) -> bool:
+    same = torch.equal(left, right)
+    return same or bool(
+        left.is_floating_point()
+        and torch.equal(left.isnan(), right.isnan())
+        and torch.equal(left.nan_to_num(), right.nan_to_num())
+    )
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Leave torch's global generators as they were found."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        yield

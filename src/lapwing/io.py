@@ -1,0 +1,225 @@
+"""One safetensors file: tensors, a JSON header and a checksum. No pickle, ever."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lapwing import likelihoods
+from lapwing.batches import ReadOutput, Unpack
+from lapwing.curvature import Block, Curvature
+from lapwing.curvature.diagonal import DiagonalAccumulator
+from lapwing.curvature.structures import build, group
+from lapwing.errors import FileError
+from lapwing.gradients import Layer
+from lapwing.likelihoods import Likelihood, Statistics
+from lapwing.priors import FactoredDamping, GaussianPrior, Prior
+from lapwing.spectrum import Spectrum
+from lapwing.version import __version__
+from lapwing.weights import unwrap
+
+if TYPE_CHECKING:
+    from lapwing.laplace import Laplace
+
+FORMAT = 1
+
+
+def save(la: Laplace, path: Path) -> None:
+    """Write everything but the model."""
+    curvature = la.curvature
+    tensors = {f"gradient/{name}": value for name, value in curvature.gradient.items()}
+    for i, block in enumerate(curvature.blocks):
+        tensors |= {f"block/{i}/{key}": value for key, value in block.accumulator.tensors().items()}
+    if curvature.statistics.errors is not None:
+        tensors["errors"] = curvature.statistics.errors
+    prior, prior_tensors = _prior_header(la.prior)
+    tensors |= prior_tensors
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    header = {
+        "format": FORMAT,
+        "lapwing": __version__,
+        "torch": torch.__version__.split("+")[0],
+        "structure": la.structure,
+        "curvature": la.curvature_kind,
+        "weights": la.weights,
+        "likelihood": la.likelihood.config(),
+        "options": {
+            "kron": la.kron, "fisher_samples": la.fisher_samples, "memory_budget": la.memory_budget,
+            "max_dense": la.max_dense, "max_factor": la.max_factor, "max_columns": la.max_columns,
+        },
+        "layers": [_layer_header(layer) for block in curvature.blocks for layer in block.layers],
+        "kinds": [block.accumulator.kind for block in curvature.blocks],
+        "output_size": la._state().tape.output_size,
+        "statistics": {
+            "examples": curvature.statistics.examples,
+            "log_likelihood": curvature.statistics.log_likelihood,
+            "observations": curvature.statistics.observations,
+            "squared_error": curvature.statistics.squared_error,
+        },
+        "prior": prior,
+        "temperature": la.temperature,
+        "tempered": la.tempered,
+        "noise": float(la._noise),
+        "center": la.center,
+        "shapes": _shapes(la.model),
+        "fingerprint": fingerprint(la.model),
+        "checksum": _checksum(tensors),
+    }  # fmt: skip
+    save_file(tensors, str(path), metadata={"lapwing": json.dumps(header)})
+
+
+def load(
+    path: Path,
+    model: nn.Module,
+    likelihood: str | Likelihood | None = None,
+    unpack: Unpack | None = None,
+    output: ReadOutput | None = None,
+) -> Laplace:
+    """Read a file back onto `model`, or say why not."""
+    from lapwing.laplace import Laplace, _Fitted
+
+    header, tensors = _read(path)
+    model = unwrap(model)
+    _check_model(path, header, model)
+    chosen = (
+        likelihoods.resolve(likelihood) if likelihood is not None else likelihoods.from_config(header["likelihood"])
+    )
+    weights = header["weights"] if isinstance(header["weights"], str) else tuple(header["weights"])
+    la = Laplace(
+        model, chosen, header["structure"], header["curvature"], weights, _prior_from(header["prior"], tensors),
+        header["temperature"], tempered=header["tempered"], unpack=unpack, output=output, **header["options"],
+    )  # fmt: skip
+    la._noise = torch.tensor(header["noise"], dtype=torch.float64)
+    la.center = header["center"]
+    layers = tuple(_layer_from(entry) for entry in header["layers"])
+    device = next(model.parameters()).device
+    names = [name for layer in layers for name in layer.parameters]
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name in set(names)}
+    tape = la._tape(parameters)
+    tape.layers, tape.output_size = layers, header["output_size"]
+    like = next(iter(parameters.values())).detach()
+    blocks = []
+    for i, (members, kind) in enumerate(zip(group(la.structure, layers), header["kinds"], strict=True)):
+        accumulator = build(la.structure, members, la._options(), like)
+        if kind == "ekfac":
+            from lapwing.basis import KroneckerBasis
+
+            assert members[0].shape is not None
+            accumulator = DiagonalAccumulator(KroneckerBasis(members[0].shape), like, la.memory_budget, "ekfac")
+        prefix = f"block/{i}/"
+        accumulator.load(
+            {key.removeprefix(prefix): t.to(device) for key, t in tensors.items() if key.startswith(prefix)}
+        )
+        blocks.append(Block(members, accumulator))
+    statistics = Statistics(**header["statistics"], errors=tensors.get("errors"))
+    gradient = {name: tensors[f"gradient/{name}"].to(device) for name in parameters}
+    curvature = Curvature(la.structure, la.curvature_kind, tuple(blocks), statistics, gradient)
+    la._fitted = _Fitted(tape, Spectrum(curvature))
+    return la
+
+
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 over names, dtypes, shapes and values of all parameters and buffers."""
+    return _checksum(
+        {name: value.detach().cpu() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    )
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name].contiguous()
+        digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
+        digest.update(value.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if not path.is_file():
+        raise FileError(f"There is no file {str(path)!r}.")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as reason:
+        raise FileError(
+            f"{str(path)!r} is truncated or no safetensors file ({reason}). Save the posterior again."
+        ) from reason
+    if "lapwing" not in metadata:
+        raise FileError(f"{str(path)!r} is a safetensors file, but holds no Lapwing posterior.")
+    try:
+        header: dict[str, Any] = json.loads(metadata["lapwing"])
+    except json.JSONDecodeError as reason:
+        raise FileError(f"{str(path)!r}: its header was altered and is no JSON ({reason}).") from reason
+    if header.get("format", 0) > FORMAT:
+        raise FileError(
+            f"{str(path)!r} has format {header['format']}, written by Lapwing {header.get('lapwing')}; this is Lapwing "
+            f"{__version__}, which reads up to format {FORMAT}. Upgrade Lapwing."
+        )
+    if _checksum(tensors) != header.get("checksum"):
+        raise FileError(f"{str(path)!r} was altered or damaged: the checksum over its tensors does not match.")
+    return header, tensors
+
+
+def _shapes(model: nn.Module) -> dict[str, list[int]]:
+    return {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def _check_model(path: Path, header: dict[str, Any], model: nn.Module) -> None:
+    expected, found = header["shapes"], _shapes(model)
+    for name in [*expected, *found]:
+        if expected.get(name) != found.get(name):
+            raise FileError(
+                f"{str(path)!r} belongs to another architecture: {name!r} has shape {expected.get(name, 'none')} in "
+                f"the file and {found.get(name, 'none')} in the model."
+            )
+    if header["fingerprint"] != fingerprint(model):
+        raise FileError(
+            f"{str(path)!r} was fitted on other weights of this architecture (fingerprints differ). Load the weights "
+            "it was fitted on into the model first, in the same dtype."
+        )
+
+
+def _layer_header(layer: Layer) -> dict[str, Any]:
+    return {
+        "name": layer.name, "parameters": layer.parameters, "sizes": [list(size) for size in layer.sizes],
+        "shape": layer.shape, "path": layer.path,
+    }  # fmt: skip
+
+
+def _layer_from(entry: dict[str, Any]) -> Layer:
+    shape = None if entry["shape"] is None else tuple(entry["shape"])
+    sizes = tuple(torch.Size(size) for size in entry["sizes"])
+    return Layer(entry["name"], tuple(entry["parameters"]), sizes, shape, entry["path"])
+
+
+def _prior_header(prior: Prior) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if isinstance(prior, FactoredDamping):
+        return {"kind": "factored damping", "n": prior.n, "tau": prior.tau}, {}
+    tensors: dict[str, Tensor] = {}
+    header: dict[str, Any] = {"kind": "gaussian"}
+    for what in ("precision", "mean"):
+        given = getattr(prior, what)
+        given = given if isinstance(given, Mapping) else {"*": given}
+        header[what] = list(given)
+        for i, value in enumerate(given.values()):
+            tensors[f"prior/{what}/{i}"] = torch.as_tensor(value, dtype=torch.float64)
+    return header, tensors
+
+
+def _prior_from(header: dict[str, Any], tensors: dict[str, Tensor]) -> Prior:
+    if header["kind"] == "factored damping":
+        return FactoredDamping(header["n"], header["tau"])
+    values = {
+        what: {glob: tensors[f"prior/{what}/{i}"] for i, glob in enumerate(header[what])}
+        for what in ("precision", "mean")
+    }
+    return GaussianPrior(values["precision"], values["mean"])

@@ -1,0 +1,435 @@
+"""Laplace: the object users meet."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lapwing import evidence, io, likelihoods, priors
+from lapwing.batches import Inputs, ReadOutput, Unpack
+from lapwing.curvature import DENSE, KINDS, STRUCTURES, Curvature, StructureOptions
+from lapwing.curvature.fit import Fit
+from lapwing.errors import InputError, NotFittedError, choose, positive
+from lapwing.guard import borrowed, random_state_kept
+from lapwing.likelihoods import Likelihood
+from lapwing.posterior import CENTERS, TEMPERED, Posterior
+from lapwing.predictive.linearized import Latent, latent
+from lapwing.predictive.prediction import Prediction
+from lapwing.predictive.sampled import sampled_outputs
+from lapwing.priors import Prior
+from lapwing.spectrum import Spectrum
+from lapwing.summary import summarize
+from lapwing.tape import Tape
+from lapwing.tuning import Groups, Tuning, tune_by_evidence, tune_by_validation
+from lapwing.weights import LAST_LAYER, Weights, last_layer, select, unwrap
+
+_FULL_COVARIANCE = 64  # outputs up to which a prediction keeps the covariance between them
+
+
+class Laplace:
+    """A Gaussian posterior over the weights of a trained network.
+
+    Args:
+        model: any trained `nn.Module`. It comes back from every call exactly as it was.
+        likelihood: "classification", "regression", "binary", or an instance such as `Gaussian(noise=0.1)`.
+        structure: "diag", "kron", "ekfac", "block" (dense per layer) or "full".
+        curvature: "ggn" (exact), "fisher" (Monte Carlo), "empirical", or "hessian" (dense structures).
+        weights: "all", "last_layer", a glob, or a list of names and globs. Frozen parameters
+            (`requires_grad=False`) are never Bayesian.
+        prior: prior precision λ: a number, `{glob: number}`, `GaussianPrior` or `FactoredDamping`.
+        temperature: T multiplies the likelihood; T > 1 is a cold posterior. (laplace-torch's
+            temperature is the reciprocal.)
+        tempered: "likelihood", or "both" to temper the prior as well.
+        kron: "expand" or "reduce", for layers that share a weight between positions.
+        fisher_samples: draws per example of the Monte Carlo Fisher.
+        unpack: `fn(batch) -> (args, kwargs, target)` for batches that are neither `(x, ..., y)` nor a
+            mapping with "labels".
+        output: `fn(returned) -> tensor [N, ...]` for models that return neither a tensor nor `.logits`.
+        memory_budget: bytes for intermediate results.
+        max_dense: largest dense block of a layer without Kronecker form (norms, raw parameters).
+        max_factor: a Kronecker side above it is diagonal (vocabularies).
+        max_columns: most backward passes per batch.
+        progress: show a bar where something takes longer than two seconds.
+
+    Example:
+        >>> import torch
+        >>> from lapwing import Laplace
+        >>> model = torch.nn.Linear(3, 2)
+        >>> data = [(torch.randn(8, 3), torch.randint(2, (8,)))]
+        >>> la = Laplace(model, "classification").fit(data)
+        >>> la.predict(torch.randn(5, 3)).probs.shape
+        torch.Size([5, 2])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood,
+        structure: str = "kron",
+        curvature: str = "ggn",
+        weights: Weights = "all",
+        prior: float | Tensor | Mapping[str, float | Tensor] | Prior = 1.0,
+        temperature: float = 1.0,
+        *,
+        tempered: str = "likelihood",
+        kron: str = "expand",
+        fisher_samples: int = 1,
+        unpack: Unpack | None = None,
+        output: ReadOutput | None = None,
+        memory_budget: int = 2**30,
+        max_dense: int = 1024,
+        max_factor: int = 16384,
+        max_columns: int = 10_000,
+        progress: bool = True,
+    ) -> None:
+        self.model = unwrap(model)
+        self.likelihood = likelihoods.resolve(likelihood)
+        self.structure = choose(structure, STRUCTURES, "structure")
+        self.curvature_kind = choose(curvature, KINDS, "curvature")
+        if curvature == "hessian" and structure not in DENSE:
+            raise InputError(f"curvature='hessian' needs a dense structure: 'block' or 'full', not {structure!r}.")
+        self.weights = weights if isinstance(weights, str) else tuple(weights)
+        select(self.model, self.weights)
+        self.kron = choose(kron, ("expand", "reduce"), "kron")
+        for name, value in (
+            ("fisher_samples", fisher_samples),
+            ("memory_budget", memory_budget),
+            ("max_dense", max_dense + 1),
+            ("max_factor", max_factor + 1),
+            ("max_columns", max_columns),
+        ):
+            positive(value, name)
+        self.fisher_samples, self.max_columns, self.progress = fisher_samples, max_columns, progress
+        self.memory_budget, self.max_dense, self.max_factor = memory_budget, max_dense, max_factor
+        self.unpack, self.output = unpack, output
+        self.prior = priors.resolve(prior)
+        self._temperature = positive(temperature, "temperature")
+        self._noise = torch.tensor(self.likelihood.noise or 1.0, dtype=torch.float64)
+        self.tempered = choose(tempered, TEMPERED, "tempered")
+        self.center = "network"
+        self.tuning_: Tuning | None = None
+        self._fitted: _Fitted | None = None
+
+    @property
+    def temperature(self) -> float:
+        """T, which multiplies the likelihood."""
+        return float(self._temperature)
+
+    @property
+    def noise(self) -> float | Tensor | None:
+        """The noise variance of a Gaussian likelihood, one per output where their ratios were given."""
+        if self.likelihood.noise is None:
+            return None
+        ratios: Tensor | None = getattr(self.likelihood, "ratios", None)
+        return float(self._noise) if ratios is None else self._noise.detach() * ratios
+
+    @property
+    def curvature(self) -> Curvature:
+        """The accumulated curvature and its statistics."""
+        return self._state().spectrum.curvature
+
+    @property
+    def posterior(self) -> Posterior:
+        """The posterior under the current prior, temperature, noise and center."""
+        state = self._state()
+        return Posterior(
+            state.spectrum, self.prior, self._temperature, self._noise, state.weights, self.center, self.tempered
+        )
+
+    # ------------------------------------------------------------------------------------------ fit
+
+    def fit(self, loader: Iterable[Any], passes: int = 1, generator: torch.Generator | None = None) -> Laplace:
+        """Accumulate the curvature in one pass over the data (two for "ekfac"); returns `self`.
+
+        Args:
+            loader: yields `(x, y)`, `(x1, ..., y)` or mappings with "labels".
+            passes: average this many passes, for data that are augmented at random: N, `Σ log p` and
+                squared errors stay those of one data set.
+            generator: for the Monte Carlo Fisher. torch's global random state is left as it was found.
+        """
+        if passes < 1:
+            raise InputError(f"passes must be at least 1, got {passes}.")
+        if not isinstance(loader, Iterable):
+            raise InputError(f"fit needs an iterable of batches, such as a DataLoader, got {type(loader).__name__}.")
+        chosen = select(self.model, self.weights)
+        with random_state_kept(), borrowed(self.model, chosen):
+            if self.weights == LAST_LAYER:
+                loader, first = _peek(loader)
+                names = last_layer(self._tape(chosen), first, self.unpack)
+                chosen = {name: chosen[name] for name in names}
+            with self._borrow(chosen):
+                tape = self._tape(chosen)
+                curvature = Fit(
+                    self.structure, self.curvature_kind, self.likelihood, self._options(), self.fisher_samples,
+                    self.max_columns, self.unpack, self.progress,
+                ).run(tape, loader, passes, generator)  # fmt: skip
+        fitted = copy.copy(self)
+        fitted._fitted = _Fitted(tape, Spectrum(curvature))
+        if self.curvature_kind == "hessian":
+            fitted.posterior.log_det_precision()  # raises here and now if it is indefinite
+        self._fitted = fitted._fitted
+        self.tuning_ = None
+        return self
+
+    def _options(self) -> StructureOptions:
+        return StructureOptions(self.kron, self.max_dense, self.max_factor, self.memory_budget)
+
+    def _tape(self, parameters: dict[str, nn.Parameter]) -> Tape:
+        return Tape(self.model, parameters, self.output, self.memory_budget)
+
+    def _borrow(self, names: Collection[str]) -> AbstractContextManager[None]:
+        return borrowed(self.model, names)
+
+    def _state(self) -> _Fitted:
+        if self._fitted is None:
+            raise NotFittedError("There is no posterior yet: call la.fit(loader) first.")
+        self._fitted.check_unchanged()
+        return self._fitted
+
+    # ----------------------------------------------------------------------------- hyperparameters
+
+    def at(
+        self,
+        prior: float | Tensor | Mapping[str, float | Tensor] | Prior | None = None,
+        temperature: float | Tensor | None = None,
+        noise: float | Tensor | None = None,
+        center: str | None = None,
+        tempered: str | None = None,
+    ) -> Laplace:
+        """The same curvature under another prior, temperature, noise or center; shared, nothing recomputed."""
+        other = copy.copy(self)
+        if prior is not None:
+            other.prior = priors.resolve(prior)
+        if temperature is not None:
+            other._temperature = positive(temperature, "temperature")
+        if noise is not None:
+            other._noise = self._noise_scale(noise)
+        if center is not None:
+            other.center = choose(center, CENTERS, "center")
+        if tempered is not None:
+            other.tempered = choose(tempered, TEMPERED, "tempered")
+        return other
+
+    def _noise_scale(self, noise: float | Tensor) -> Tensor:
+        if self.likelihood.noise is None:
+            raise InputError(f"The {self.likelihood.name} likelihood has no noise to set.")
+        value = positive(noise, "noise")
+        ratios: Tensor | None = getattr(self.likelihood, "ratios", None)
+        if value.numel() == 1:
+            return value.reshape(())
+        scale = value / ratios if ratios is not None and ratios.shape == value.shape else None
+        if scale is None or not torch.allclose(scale, scale.flatten()[0].expand_as(scale), rtol=1e-9):
+            raise InputError(
+                "The ratios of the noise variances between outputs are part of the fitted curvature. Refit with "
+                "Laplace(model, Gaussian(noise=...)) to change them; here noise is one number on top."
+            )
+        return scale.flatten()[0]
+
+    def log_evidence(
+        self,
+        prior: float | Tensor | Mapping[str, float | Tensor] | Prior | None = None,
+        noise: float | Tensor | None = None,
+        temperature: float | Tensor | None = None,
+        center: str | None = None,
+    ) -> Tensor:
+        """`T·log p(D|θ*) + log p(θ*) + (p/2) log 2π − ½ log det P`: a 0-d float64 tensor.
+
+        Differentiable in each argument that is given as a tensor with `requires_grad`.
+        """
+        return evidence.log_evidence(self.at(prior, temperature, noise, center).posterior)
+
+    def effective_dimension(self) -> float:
+        """The number of directions in weight space that the data determine, `Σ_i (T s_i/σ²)/(T s_i/σ² + λ_i)`."""
+        return float(self.posterior.effective_dimension())
+
+    def tune_prior(
+        self,
+        method: str = "evidence",
+        groups: Groups = "scalar",
+        loader: Iterable[Any] | None = None,
+        **options: Any,
+    ) -> Laplace:
+        """Choose prior precisions (and the noise of a regression); returns `self`.
+
+        `method="evidence"` maximizes the evidence to convergence, without data: one precision
+        (`groups="scalar"`), one per "layer", one per "parameter" (structures diag, block, full), or by
+        `{glob: label}`. `method="validation"` takes the prior with the best score on `loader`. What was
+        done is in `la.tuning_`. See `lapwing.tuning` for the options of each.
+        """
+        self._state()
+        choose(method, ("evidence", "validation"), "method")
+        if method == "evidence":
+            tuned, tuning = tune_by_evidence(self, groups, **options)
+        else:
+            if loader is None:
+                raise InputError("tune_prior(method='validation') needs loader=..., a validation set.")
+            tuned, tuning = tune_by_validation(self, loader, **options)
+        self.prior, self._noise, self._temperature = tuned.prior, tuned._noise, tuned._temperature
+        self.tuning_ = tuning
+        return self
+
+    # ----------------------------------------------------------------------- samples and predictions
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Draw weights from the posterior: name → `[n, *shape]`."""
+        if n < 1:
+            raise InputError(f"sample(n) needs n of at least 1, got {n}.")
+        return self.posterior.sample(n, generator)
+
+    def latent(self, x: Any, joint: bool = False, diagonal: bool = False, center: str | None = None) -> Latent:
+        """Mean and covariance of the linearized outputs at `x`.
+
+        `[N, C]` and `[N, C, C]`; with `joint` `[N·C, N·C]` over all inputs; with `diagonal` `[N, C]`.
+        """
+        if joint and diagonal:
+            raise InputError("latent: joint=True and diagonal=True exclude each other.")
+        state = self._state()
+        posterior = self.at(center=center).posterior
+        inputs = self._inputs(x)
+        with random_state_kept(), self._borrow(state.weights):
+            return latent(state.tape, posterior, inputs, joint, diagonal, self.max_columns)
+
+    def predict(
+        self,
+        x: Any,
+        method: str = "linearized",
+        link: str | None = None,
+        samples: int | Mapping[str, Tensor] | None = None,
+        generator: torch.Generator | None = None,
+        center: str | None = None,
+    ) -> Prediction:
+        """Predict at `x`: a tensor, a tuple of positional or a mapping of keyword arguments of the model.
+
+        Args:
+            x: the inputs.
+            method: "linearized" (outputs are Gaussian; the link integrates over them) or "sampled" (forward
+                passes of weights drawn once, the same for all inputs).
+            link: for linearized predictions of classes "probit" (default, closed form) or "mc" (Monte
+                Carlo over outputs, with noise of its own for every input); regression is exact.
+            samples: draws (default 100 sampled, 1,000 in output space), or weights from `la.sample`.
+            generator: the source of randomness; None consumes torch's global one.
+            center: "network" or "newton"; default that of `la`.
+        """
+        choose(method, ("linearized", "sampled"), "method")
+        state = self._state()
+        moved = self.at(center=center)
+        if method == "sampled":
+            if link is not None:
+                raise InputError("link belongs to method='linearized'; sampled predictions average p(y|f) itself.")
+            inputs = self._inputs(x)
+            with self._borrow(state.weights):
+                outputs = sampled_outputs(
+                    self.model, moved.posterior, inputs, self.output, 100 if samples is None else samples, generator
+                )
+            return self.likelihood.predict_samples(outputs, self._noise.detach())
+        if isinstance(samples, Mapping):
+            raise InputError("Weights as samples belong to method='sampled'.")
+        full = link == "mc" or state.tape.output_size <= _FULL_COVARIANCE
+        mean, covariance = moved.latent(x, diagonal=not full)
+        variance = covariance.diagonal(dim1=1, dim2=2).reshape(mean.shape) if full else covariance
+        return self.likelihood.predict_gaussian(
+            mean, variance, covariance if full else None, self._noise.detach(), link, samples or 1000, generator
+        )
+
+    def _inputs(self, x: Any) -> Inputs:
+        if isinstance(x, Mapping):
+            inputs = Inputs((), {key: value for key, value in x.items() if key != "labels"})
+        else:
+            inputs = Inputs(tuple(x) if isinstance(x, tuple | list) else (x,), {})
+        device = next(iter(self._state().weights.values())).device
+        inputs = inputs.to(device)
+        inputs.check_finite("predict")
+        return inputs
+
+    # --------------------------------------------------------------------------------- housekeeping
+
+    def merge(self, other: Laplace) -> Laplace:
+        """The posterior given the data of both (same model, weights, structure and curvature)."""
+        merged = copy.copy(self)
+        merged._fitted = _Fitted(self._state().tape, Spectrum(self.curvature.merge(other.curvature)))
+        return merged
+
+    def summary(self) -> str:
+        """A table: for every layer its parameters, the path its gradients took, its structure and prior."""
+        return summarize(self._state().tape, self.posterior)
+
+    def save(self, path: str | Path) -> None:
+        """Write the posterior to one safetensors file with a JSON header and a checksum. No pickle."""
+        io.save(self, Path(path))
+
+    @staticmethod
+    def load(
+        path: str | Path,
+        model: nn.Module,
+        likelihood: str | Likelihood | None = None,
+        unpack: Unpack | None = None,
+        output: ReadOutput | None = None,
+    ) -> Laplace:
+        """Read a posterior back. A file of another architecture or other weights is refused."""
+        return io.load(Path(path), model, likelihood, unpack, output)
+
+    def to(self, device: str | torch.device) -> Laplace:
+        """Move model and posterior to a device; returns `self`."""
+        device = torch.device(device)
+        self.model.to(device)
+        if self._fitted is not None:
+            parameters = {name: self.model.get_parameter(name) for name in self._fitted.weights}
+            tape = self._tape(parameters)
+            tape.layers, tape.output_size = self._fitted.tape.layers, self._fitted.tape.output_size
+            self._fitted = _Fitted(tape, Spectrum(self.curvature.to(device)))
+        if isinstance(self.prior, priors.GaussianPrior):
+            self.prior = self.prior.to(device)
+        self._noise, self._temperature = self._noise.to(device), self._temperature.to(device)
+        return self
+
+    def __repr__(self) -> str:
+        seen = f", N={self.curvature.examples:g}" if self._fitted is not None else ", not fitted"
+        return (
+            f"Laplace({self.likelihood.name}, structure={self.structure!r}, curvature={self.curvature_kind!r}, "
+            f"weights={self.weights!r}, prior={self.prior!r}, temperature={self.temperature:g} (multiplies the "
+            f"likelihood){seen})"
+        )
+
+
+class _Fitted:
+    """What a fit leaves behind: the tape with the layers it found, the spectrum, the weights' values."""
+
+    def __init__(self, tape: Tape, spectrum: Spectrum) -> None:
+        self.tape, self.spectrum = tape, spectrum
+        self.weights = {name: parameter.detach().clone() for name, parameter in tape.parameters.items()}
+        self.versions = [parameter._version for parameter in tape.parameters.values()]
+
+    def check_unchanged(self) -> None:
+        versions = [parameter._version for parameter in self.tape.parameters.values()]
+        if versions == self.versions:
+            return
+        for name, parameter in self.tape.parameters.items():
+            if not torch.equal(parameter.detach(), self.weights[name]):
+                raise InputError(
+                    f"Parameter {name!r} changed since the fit, so the posterior no longer belongs to the model. "
+                    "Restore the weights, or call la.fit(loader) again."
+                )
+        self.versions = versions
+
+
+def _peek(loader: Iterable[Any]) -> tuple[Iterable[Any], Any]:
+    """The first batch, without losing it where the loader can be read only once."""
+    if iter(loader) is not loader:
+        for batch in loader:
+            return loader, batch
+    else:
+        iterator = iter(loader)
+        for batch in iterator:
+            return _chain(batch, iterator), batch
+    raise InputError("The loader is empty: it yielded no batch, so there is nothing to fit.")
+
+
+def _chain(first: Any, rest: Iterable[Any]) -> Iterable[Any]:
+    yield first
+    yield from rest

@@ -1,0 +1,36 @@
+"""Linear layers: `x Wᵀ + b` with any number of leading dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from lapwing.layers.rule import Call, ExampleAxis
+
+
+class Linear:
+    name = "linear"
+    functions: tuple[Callable[..., Any], ...] = (functional.linear,)
+
+    def read(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        return _bind(*args, **kwargs)
+
+    def shape(self, call: Call) -> tuple[int, int, int]:
+        outputs, inputs = call.weight.shape
+        return 1, outputs, inputs
+
+    def example_axes(self, output: Tensor) -> range:
+        return range(output.dim() - 1)
+
+    def inputs(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Tensor:
+        return axis.first(call.input, examples)[part].flatten(1, -2).unsqueeze(1)
+
+    def gradients(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
+        return axis.first(g, examples, skip=1).flatten(2, -2).unsqueeze(2)
+
+
+def _bind(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
+    return Call(input, weight, bias, {})

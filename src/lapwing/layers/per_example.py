@@ -1,0 +1,108 @@
+"""The exact fallback: per-example gradients of any parameter of any network.
+
+By `torch.func.vmap` over the examples; where vmap refuses (recurrent layers, in-place writes,
+branches on data), a loop over the examples with plain autograd.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lapwing.batches import Inputs, SplitInputs
+from lapwing.errors import InputError
+
+logger = logging.getLogger("lapwing")
+Forward = Callable[[dict[str, Tensor], Inputs], Tensor]
+
+
+@dataclass
+class PerExample:
+    """Per-example gradients of `parameters`; remembers whether vmap works for this network."""
+
+    forward: Forward
+    parameters: dict[str, Tensor]
+    method: str = field(default="vmap", init=False)
+
+    def rows(
+        self, inputs: Inputs, outputs: Tensor, columns: Tensor, budget: int, create_graph: bool
+    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Yield `(start, {name: [K, n, *size]})`: gradients of `columns[k, n] · f_n` by parameter.
+
+        `outputs` `[N, ...]` are those of the batch; they must agree with the outputs of its parts,
+        which shows that the inputs were split along the right axis and examples do not interact.
+        """
+        if not self.parameters:
+            return
+        examples = outputs.shape[0]
+        split = inputs.split(examples)
+        size = sum(parameter.numel() for parameter in self.parameters.values()) + outputs[0].numel()
+        step = max(1, math.floor(budget / (columns.shape[0] * size * outputs.element_size())))
+        for start in range(0, examples, step):
+            part = slice(start, min(start + step, examples))
+            if self.method == "vmap":
+                try:
+                    values, gradients = self._vmapped(split, part, columns[:, part], create_graph)
+                    self._check(values, outputs[part])
+                except (RuntimeError, ValueError, NotImplementedError, TypeError, IndexError) as refusal:
+                    self.method = "loop"
+                    logger.info("vmap refused, looping over examples instead: %s", refusal)
+            if self.method == "loop":
+                values, gradients = self._looped(split, part, columns[:, part], create_graph)
+                self._check(values, outputs[part])
+            yield start, gradients
+
+    def _vmapped(
+        self, split: SplitInputs, part: slice, columns: Tensor, create_graph: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        def one(column: Tensor, *leaves: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            example = split.join([leaf.unsqueeze(0) for leaf in leaves])
+            value, pull, *_ = torch.func.vjp(lambda parameters: self.forward(parameters, example)[0], self.parameters)
+            return value, torch.func.vmap(pull)(column)[0]
+
+        leaves = [leaf[part] for leaf in split.examples()]
+        with torch.set_grad_enabled(create_graph):
+            mapped = torch.func.vmap(one, in_dims=(1, *(0 for _ in leaves)), out_dims=(0, 1))
+            values, gradients = mapped(columns, *leaves)
+        return values, gradients
+
+    def _looped(
+        self, split: SplitInputs, part: slice, columns: Tensor, create_graph: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        names, tensors = list(self.parameters), list(self.parameters.values())
+        values, rows = [], []
+        for n in range(part.start, part.stop):
+            value = self.forward(self.parameters, split.part(n, n + 1))
+            values.append(value if create_graph else value.detach())
+            row = []
+            for column in columns[:, n - part.start]:
+                gradients = torch.autograd.grad(
+                    value, tensors, column.unsqueeze(0), retain_graph=True, create_graph=create_graph,
+                    allow_unused=True,
+                )  # fmt: skip
+                row.append([_filled(g, t) for g, t in zip(gradients, tensors, strict=True)])
+            rows.append(row)
+        stacked = {
+            name: torch.stack([torch.stack([gradients[i] for gradients in row]) for row in rows], dim=1)
+            for i, name in enumerate(names)
+        }
+        return torch.cat(values), stacked
+
+    def _check(self, values: Tensor, outputs: Tensor) -> None:
+        tolerance = 10 * torch.finfo(outputs.dtype).eps ** 0.5
+        scale = outputs.detach().abs().amax().clamp(min=1e-30)
+        if values.shape != outputs.shape or bool(((values - outputs).detach().abs() > tolerance * scale).any()):
+            raise InputError(
+                "The outputs of single examples differ from those of the batch, so per-example gradients "
+                "do not exist or an input without example axis was split. Examples must be independent in "
+                "eval mode, and each batched input needs its examples along dimension 0."
+            )
+
+
+def _filled(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if gradient is None else gradient

@@ -1,0 +1,149 @@
+"""One class out of C, at every position of the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lapwing.columns import Columns
+from lapwing.errors import InputError
+from lapwing.likelihoods.base import Statistics, check_finite
+from lapwing.predictive.links import categorical_link
+from lapwing.predictive.prediction import ClassPrediction
+
+
+@dataclass(frozen=True)
+class Categorical:
+    """`p(y|f) = softmax(f)_y` with class indices as targets.
+
+    `dim` is the dimension of the outputs that holds the classes; the others (after the examples) are
+    positions, and targets have the outputs' shape without `dim`. Positions whose target is
+    `ignore_index` are not observed: they add nothing to likelihood, gradient or curvature.
+    """
+
+    dim: int = -1
+    ignore_index: int = -100
+    name = "categorical"
+    noise = None
+
+    def _axis(self, outputs: Tensor) -> int:
+        axis = self.dim if self.dim >= 0 else outputs.dim() + self.dim
+        if not 1 <= axis < outputs.dim():
+            raise InputError(
+                f"Categorical(dim={self.dim}) does not name a class dimension of outputs of shape "
+                f"{list(outputs.shape)}; dimension 0 holds the examples. For a single logit use 'binary'."
+            )
+        return axis
+
+    def _positions(self, outputs: Tensor) -> Tensor:
+        """`[N, *output]` as `[N, E, C]`: classes last, positions flat."""
+        return outputs.movedim(self._axis(outputs), -1).reshape(outputs.shape[0], -1, outputs.shape[self.dim])
+
+    def _outputs(self, positions: Tensor, like: Tensor) -> Tensor:
+        """The inverse of `_positions`, with any leading dimensions: `[*, N, E, C]` to `[*, N, *output]`."""
+        axis = self._axis(like)
+        shape = [size for i, size in enumerate(like.shape) if i != axis]
+        lead = positions.shape[:-3]
+        return positions.reshape(*lead, *shape, like.shape[axis]).movedim(-1, axis + len(lead))
+
+    def _observed(self, targets: Tensor) -> Tensor:
+        """1 where a position is observed: `[N, E]`."""
+        return (targets != self.ignore_index).flatten(1) if targets.dim() > 1 else (
+            targets != self.ignore_index
+        ).unsqueeze(1)  # fmt: skip
+
+    def check(self, outputs: Tensor, targets: Tensor, where: str) -> None:
+        check_finite(outputs, "the model's outputs hold", where)
+        axis = self._axis(outputs)
+        expected = [size for i, size in enumerate(outputs.shape) if i != axis]
+        if targets.is_floating_point() or targets.dtype == torch.bool:
+            extra = " Soft targets (class probabilities) are not supported." if targets.is_floating_point() else ""
+            raise InputError(
+                f"{where}: class targets of dtype {targets.dtype}; give class indices, e.g. y.long().{extra}"
+            )
+        if list(targets.shape) != expected:
+            fix = ""
+            if list(targets.shape) == [*expected, 1]:
+                fix = " Use y.squeeze(-1)."
+            elif targets.shape == outputs.shape:
+                fix = " One-hot targets are not supported; use y.argmax(dim)."
+            raise InputError(
+                f"{where}: class targets of shape {list(targets.shape)} against outputs of shape "
+                f"{list(outputs.shape)} with classes along dim={self.dim}; expected {expected}.{fix}"
+            )
+        classes = outputs.shape[axis]
+        wrong = (targets != self.ignore_index) & ((targets < 0) | (targets >= classes))
+        if bool(wrong.any()):
+            raise InputError(
+                f"{where}: class index {int(targets[wrong][0])} is out of range for {classes} outputs. Targets "
+                f"run from 0 to {classes - 1}; ignore_index is {self.ignore_index}."
+            )
+
+    def statistics(self, outputs: Tensor, targets: Tensor) -> Statistics:
+        total = float(self.log_prob(outputs.double(), targets).sum())
+        return Statistics(outputs.shape[0], total)
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        log_probs = self._positions(outputs).log_softmax(-1)
+        observed = self._observed(targets)
+        index = targets.long().reshape(observed.shape).masked_fill(~observed, 0)
+        chosen = log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        return (chosen * observed).sum(1)
+
+    def hessian_columns(self, outputs: Tensor, targets: Tensor) -> Columns:
+        """C − 1 columns per position: the rows of a Cholesky factor of `diag(p) − ppᵀ`, which is
+
+        `S_j = √(p_j q_{j+1}/q_j) (e_j − Σ_{i>j} e_i p_i/q_{j+1})` with `q_j = Σ_{i≥j} p_i`, in logarithms.
+        """
+        logits = self._positions(outputs)
+        examples, positions, classes = logits.shape
+        log_p = logits.log_softmax(-1)
+        log_q = log_p.flip(-1).logcumsumexp(-1).flip(-1)
+        observed = self._observed(targets).to(logits.dtype).unsqueeze(-1)
+
+        def column(j: int) -> Tensor:
+            values = torch.zeros_like(logits)
+            values[..., j] = 1
+            values[..., j + 1 :] = -(log_p[..., j + 1 :] - log_q[..., j + 1 : j + 2]).exp()
+            size = (0.5 * (log_p[..., j] + log_q[..., j + 1] - log_q[..., j])).exp()
+            return values * size.unsqueeze(-1) * observed
+
+        def part(start: int, stop: int) -> Tensor:
+            columns = logits.new_zeros(stop - start, examples, positions, classes)
+            for k in range(start, stop):
+                position, j = divmod(k, classes - 1)
+                columns[k - start, :, position] = column(j)[:, position]
+            return self._outputs(columns, outputs)
+
+        return Columns(positions * (classes - 1), part)
+
+    def sampled_gradients(
+        self, outputs: Tensor, targets: Tensor, samples: int, generator: torch.Generator | None
+    ) -> Tensor:
+        probs = self._positions(outputs).softmax(-1)
+        drawn = torch.multinomial(probs.flatten(0, 1), samples, replacement=True, generator=generator)  # [N·E, S]
+        one_hot = torch.nn.functional.one_hot(drawn.T, probs.shape[-1]).to(probs.dtype)
+        gradients = one_hot.unflatten(1, probs.shape[:2]) - probs
+        return self._outputs(gradients * self._observed(targets).to(probs.dtype).unsqueeze(-1), outputs)
+
+    def predict_gaussian(
+        self,
+        mean: Tensor,
+        variance: Tensor,
+        covariance: Tensor | None,
+        noise: Tensor,
+        link: str | None,
+        samples: int,
+        generator: torch.Generator | None,
+    ) -> ClassPrediction:
+        return categorical_link(mean, variance, covariance, self._axis(mean), link or "probit", samples, generator)
+
+    def predict_samples(self, outputs: Tensor, noise: Tensor) -> ClassPrediction:
+        axis = self._axis(outputs[0])
+        return ClassPrediction.mixture(outputs.softmax(axis + 1), axis)
+
+    def config(self) -> dict[str, Any]:
+        return {"name": self.name, "dim": self.dim, "ignore_index": self.ignore_index}

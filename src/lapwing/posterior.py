@@ -1,0 +1,192 @@
+"""The posterior N(θ*, P⁻¹) with `P = T·H/σ² + Π`: a spectrum, a prior, a temperature and a noise."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lapwing.basis import Basis
+from lapwing.curvature import Block
+from lapwing.errors import InputError
+from lapwing.priors import FactoredDamping, GaussianPrior, Prior
+from lapwing.spectrum import Spectrum
+
+CENTERS = ("network", "newton")
+TEMPERED = ("likelihood", "both")
+
+
+@dataclass(frozen=True)
+class BlockPosterior:
+    """One block of P: `P⁻¹ = U diag(1/precisions) Uᵀ`, with `log_det_shape = log det M`."""
+
+    block: Block
+    basis: Basis
+    eigenvalues: Tensor
+    precisions: Tensor
+    log_det_shape: Tensor
+
+    @property
+    def scale(self) -> Tensor:
+        """`D = 1/(T s/σ² + λ)`."""
+        return 1 / self.precisions
+
+
+@dataclass(frozen=True, eq=False)
+class Posterior:
+    """Everything here is elementwise in the spectrum; no data is touched.
+
+    `temperature` T multiplies the likelihood (T > 1 is a cold posterior; laplace-torch's is the
+    reciprocal); with `tempered="both"` it multiplies the prior as well.
+    """
+
+    spectrum: Spectrum
+    prior: Prior
+    temperature: Tensor
+    noise: Tensor
+    weights: dict[str, Tensor]
+    center: str = "network"
+    tempered: str = "likelihood"
+
+    @property
+    def likelihood_scale(self) -> Tensor:
+        """`T/σ²`."""
+        return self.temperature / self.noise
+
+    @property
+    def prior_scale(self) -> Tensor:
+        """What multiplies the prior: T where it is tempered as well, else 1."""
+        return self.temperature if self.tempered == "both" else torch.ones_like(self.temperature)
+
+    @cached_property
+    def precisions(self) -> dict[str, Tensor]:
+        """Π by parameter name, untempered."""
+        return self._gaussian().precisions(self.sizes)
+
+    @cached_property
+    def means(self) -> dict[str, Tensor]:
+        """μ₀ by parameter name."""
+        return self._gaussian().means(self.sizes)
+
+    @cached_property
+    def sizes(self) -> dict[str, torch.Size]:
+        return {name: self.weights[name].shape for name in self.spectrum.curvature.parameters}
+
+    def _gaussian(self) -> GaussianPrior:
+        if isinstance(self.prior, FactoredDamping):
+            raise InputError(
+                "FactoredDamping is no prior, so it has no evidence, no effective dimension and no Newton center. Use "
+                "it for sampling and prediction, choose it with tune_prior(method='validation'), or set a "
+                "number as prior."
+            )
+        return self.prior
+
+    @cached_property
+    def blocks(self) -> tuple[BlockPosterior, ...]:
+        if isinstance(self.prior, FactoredDamping):
+            return tuple(self._damped(i, self.prior) for i in range(len(self.spectrum.blocks)))
+        return tuple(self._block(i) for i in range(len(self.spectrum.blocks)))
+
+    def _block(self, index: int) -> BlockPosterior:
+        prior = self.spectrum.prior_of(index, self.precisions)
+        found = self.spectrum.decompose(index, prior.shape)
+        precisions = self.likelihood_scale * found.eigenvalues + self.prior_scale * prior.scale
+        block = self.spectrum.blocks[index]
+        if self.spectrum.curvature.kind == "hessian" and not bool((precisions > 0).all()):
+            raise InputError(
+                f"The exact Hessian of {block.name!r} is indefinite (smallest eigenvalue "
+                f"{float(found.eigenvalues.min()):.3g}), and the prior does not make the posterior precision "
+                "positive. The weights are no mode: train on, raise the prior precision, or use curvature='ggn'."
+            )
+        shape = torch.zeros_like(self.temperature) if prior.shape is None else prior.shape.log().sum()
+        return BlockPosterior(block, found.basis, found.eigenvalues, precisions, shape)
+
+    def _damped(self, index: int, damping: FactoredDamping) -> BlockPosterior:
+        found = self.spectrum.decompose(index, None)
+        if found.sides is None:
+            average = found.eigenvalues / self.spectrum.curvature.examples
+            precisions = self.likelihood_scale * damping.n * average + damping.tau
+        else:
+            inputs, outputs = found.sides
+            root = (self.likelihood_scale * damping.n).sqrt()
+            precisions = (root * outputs + math.sqrt(damping.tau)).unsqueeze(2) * (
+                root * inputs + math.sqrt(damping.tau)
+            ).unsqueeze(1)
+        zero = torch.zeros_like(self.temperature)
+        return BlockPosterior(self.spectrum.blocks[index], found.basis, found.eigenvalues, precisions, zero)
+
+    def log_det_precision(self) -> Tensor:
+        """`log det P`, 0-d; differentiable in prior, noise and temperature."""
+        terms = [block.precisions.log().sum() + block.log_det_shape for block in self.blocks]
+        return torch.stack(terms).sum()
+
+    def effective_dimension(self) -> Tensor:
+        """`γ = Σ_i (T s_i/σ²)/(T s_i/σ² + λ_i)`, the number of directions the data determine; 0-d."""
+        self._gaussian()
+        scale = self.likelihood_scale
+        return torch.stack([(scale * block.eigenvalues / block.precisions).sum() for block in self.blocks]).sum()
+
+    def variances(self) -> dict[str, Tensor]:
+        """Marginal posterior variance of every parameter: the diagonal of P⁻¹."""
+        found: dict[str, Tensor] = {}
+        for block in self.blocks:
+            dtype = self.weights[block.block.parameters[0]].dtype
+            found |= block.block.unpack(block.basis.double().marginal(block.scale).to(dtype))
+        return found
+
+    @cached_property
+    def step(self) -> dict[str, Tensor]:
+        """`θ* − θ̃` by parameter name, float64: 0 at the network's center, else the Newton step
+
+        `−P⁻¹(Π(θ̃ − μ₀) − T∇/σ²)`.
+        """
+        if self.center == "network":
+            return {name: torch.zeros_like(self.weights[name], dtype=torch.float64) for name in self.sizes}
+        found: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for block in self.blocks:
+                downhill = block.basis.double().reduce(block.block.pack(self._slope()))
+                found |= block.block.unpack(-block.basis.double().expand(block.scale * downhill))
+        return found
+
+    def _slope(self) -> dict[str, Tensor]:
+        """Gradient of the negative log posterior at θ̃."""
+        gradient = self.spectrum.curvature.gradient
+        return {
+            name: self.prior_scale * self.precisions[name] * (self.weights[name].double() - self.means[name])
+            - self.likelihood_scale * gradient[name].double()
+            for name in self.sizes
+        }
+
+    def step_curvature(self) -> Tensor:
+        """`δᵀ H δ` of the step to the center, 0-d."""
+        with torch.no_grad():
+            terms = []
+            for i, block in enumerate(self.blocks):
+                prior = self.spectrum.prior_of(i, self.precisions)
+                shaped = block.block.pack(self.step)
+                if prior.shape is not None:
+                    shaped = shaped * prior.shape
+                inverse = block.basis.double().reduce(shaped)  # U⁻¹ = Uᵀ M
+                terms.append((block.eigenvalues * inverse.square()).sum())
+            return torch.stack(terms).sum()
+
+    @cached_property
+    def mean(self) -> dict[str, Tensor]:
+        """θ* by parameter name, in the weights' dtype."""
+        if self.center == "network":
+            return {name: self.weights[name] for name in self.sizes}
+        return {name: (self.weights[name].double() + step).to(self.weights[name]) for name, step in self.step.items()}
+
+    def sample(self, count: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """`θ* + U D^{1/2} ε`: name → `[count, *shape]`."""
+        drawn: dict[str, Tensor] = {}
+        for block in self.blocks:
+            like = self.weights[block.block.parameters[0]]
+            noise = torch.randn((count, *block.basis.shape), generator=generator, dtype=like.dtype, device=like.device)
+            scaled = noise * block.scale.sqrt().to(like.dtype)
+            drawn |= block.block.unpack(block.basis.expand(scaled).to(like.dtype))
+        return {name: self.mean[name] + drawn[name] for name in self.sizes}

@@ -1,0 +1,1 @@
+"""From a posterior over weights to predictions."""

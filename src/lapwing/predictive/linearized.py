@@ -1,0 +1,121 @@
+"""Outputs of the network linearized in its weights: `f(x) + J(x)(θ − θ̃)` is Gaussian under the posterior.
+
+The Jacobian is never formed: `J P⁻¹ Jᵀ` is contracted from `(a, g)` layer by layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.batches import Inputs
+from lapwing.columns import identity
+from lapwing.curvature import Block
+from lapwing.curvature.blocks import deliver
+from lapwing.errors import InputError
+from lapwing.gradients import Gradients, Rows
+from lapwing.posterior import BlockPosterior, Posterior
+from lapwing.tape import Record, Tape
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Gaussian outputs: `mean: [N, *output]`, and `covariance` over the D outputs of an example
+
+    `[N, D, D]`, over all examples `[N·D, N·D]` (joint), or the variances `[N, *output]` (diagonal).
+    """
+
+    mean: Tensor
+    covariance: Tensor
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter((self.mean, self.covariance))
+
+
+def latent(tape: Tape, posterior: Posterior, inputs: Inputs, joint: bool, diagonal: bool, max_columns: int) -> Latent:
+    """Mean and covariance of the linearized outputs; differentiable in the inputs if they require grad."""
+    create_graph = inputs.requires_grad()
+    record = tape.record(inputs, create_graph)
+    count = record.outputs[0].numel()
+    if count > max_columns:
+        raise InputError(
+            f"The linearized prediction of {count} outputs per example takes as many backward passes, more than "
+            f"max_columns={max_columns}. Use predict(method='sampled'), or raise max_columns."
+        )
+    step = record.examples if joint else _examples_at_once(record, 1 if diagonal else count)
+    if step >= record.examples:
+        found = _moments(record, posterior, joint, diagonal)
+    else:
+        split = inputs.split(record.examples)
+        parts = []
+        for start in range(0, record.examples, step):
+            part = _part(tape, record, split.part(start, start + step), start, create_graph)
+            parts.append(_moments(part, posterior, joint, diagonal))
+        found = Latent(torch.cat([part.mean for part in parts]), torch.cat([part.covariance for part in parts]))
+    return found if create_graph else Latent(found.mean.detach(), found.covariance.detach())
+
+
+def _examples_at_once(record: Record, columns: int) -> int:
+    """As many examples as let the gradients of all layers for `columns` outputs fit into the budget."""
+    size = sum(use.output.numel() for use in record.uses) * record.outputs.element_size() * columns
+    return max(1, int(record.examples * min(1.0, record.tape.budget / max(1, 2 * size))))
+
+
+def _part(tape: Tape, whole: Record, inputs: Inputs, start: int, create_graph: bool) -> Record:
+    record = tape.record(inputs, create_graph)
+    expected = whole.outputs[start : start + record.examples].detach()
+    tolerance = 10 * torch.finfo(expected.dtype).eps ** 0.5 * whole.outputs.detach().abs().amax()
+    if record.outputs.shape != expected.shape or bool(((record.outputs.detach() - expected).abs() > tolerance).any()):
+        raise InputError(
+            "This batch is too large for memory_budget, and its parts give other outputs than the whole, so it "
+            "cannot be split. Predict on fewer inputs at once, or raise memory_budget."
+        )
+    return record
+
+
+def _moments(record: Record, posterior: Posterior, joint: bool, diagonal: bool) -> Latent:
+    outputs = record.outputs
+    examples, count = outputs.shape[0], outputs[0].numel()
+    shift = outputs.new_zeros(count, examples)
+    by_block = {id(block.block): _Contraction(block, posterior, outputs.dtype) for block in posterior.blocks}
+    budget = record.tape.budget // 4
+    shape = (count, examples) if diagonal else (examples, count, count)
+    total = outputs.new_zeros((examples * count,) * 2 if joint else shape)
+    waiting: dict[int, list[Rows]] = {}
+
+    def consume(block: Block, gradients: Gradients) -> None:
+        nonlocal total
+        contraction = by_block[id(block)]
+        columns = slice(gradients.column, gradients.column + gradients.columns)
+        part = slice(gradients.start, gradients.start + gradients.examples)
+        if contraction.step is not None:
+            shift[columns, part] += gradients.contract(contraction.step)
+        if joint and isinstance(gradients, Rows):
+            waiting.setdefault(id(block), []).append(gradients)
+        elif joint:
+            total = total + contraction.basis.joint(gradients, contraction.scale, budget)
+        elif diagonal:
+            total[columns, part] += contraction.basis.variance(gradients, contraction.scale, budget)
+        else:
+            total[part] += contraction.basis.covariance(gradients, contraction.scale, budget)
+
+    deliver(record, identity(outputs), posterior.spectrum.blocks, consume, together=not diagonal)
+    for key, pieces in waiting.items():
+        rows = Rows(torch.cat([piece.values for piece in sorted(pieces, key=lambda piece: piece.start)], dim=1))
+        total = total + by_block[key].basis.joint(rows, by_block[key].scale, budget)
+    mean = outputs + shift.T.reshape(outputs.shape)
+    if diagonal and not joint:
+        return Latent(mean, total.T.reshape(outputs.shape))
+    return Latent(mean, total)
+
+
+class _Contraction:
+    """A block's basis, scale and step to the center, in the network's dtype."""
+
+    def __init__(self, block: BlockPosterior, posterior: Posterior, dtype: torch.dtype) -> None:
+        self.basis = block.basis
+        self.scale = block.scale.detach().to(dtype)
+        moves = posterior.center != "network"
+        self.step = block.block.pack(posterior.step).to(dtype) if moves else None

@@ -1,0 +1,229 @@
+"""What a prediction says: the probabilities or the mean, and where its uncertainty comes from.
+
+All tensors are differentiable in the input when it requires grad.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributions import (
+    Bernoulli,
+    Categorical,
+    Distribution,
+    Independent,
+    MixtureSameFamily,
+    MultivariateNormal,
+    Normal,
+)
+
+from lapwing.errors import InputError
+
+
+class Prediction(Protocol):
+    """What the predictions of all likelihoods share."""
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """The part of the uncertainty that more data would not remove."""
+
+    @property
+    def epistemic(self) -> Tensor:
+        """The part that comes from not knowing the weights."""
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """Log of the predictive probability or density of the targets, one per example: `[N]`."""
+
+    def distribution(self) -> Distribution:
+        """The predictive distribution as a `torch.distributions` object."""
+
+
+def _unavailable() -> Tensor:
+    raise InputError(
+        "The mutual information needs the covariance between outputs, which the closed-form link left out "
+        "for so many outputs. Use la.predict(x, link='mc')."
+    )
+
+
+@dataclass(frozen=True)
+class ClassPrediction:
+    """A distribution over classes, `log_probs: [N, *output]` with the classes along `dim`.
+
+    Uncertainty is measured as entropy in nats: `entropy = aleatoric + epistemic`, where `epistemic` is
+    the mutual information between label and weights. Sampled predictions have it exactly for their
+    samples; a closed-form link takes it from Monte Carlo in output space, drawn when first asked for.
+    """
+
+    log_probs: Tensor
+    dim: int
+    information: Callable[[], Tensor] = field(default=_unavailable, repr=False)
+
+    @staticmethod
+    def mixture(probs: Tensor, dim: int) -> ClassPrediction:
+        """The equal mixture of `probs: [S, N, *output]`, classes along `dim` of one sample."""
+        mean = probs.mean(0)
+        gap = _entropy(mean, dim) - _entropy(probs, dim + 1).mean(0)
+        return ClassPrediction(mean.log(), dim, lambda: gap.clamp(min=0))
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """`[N, *output]`, summing to 1 along `dim`."""
+        return self.log_probs.exp()
+
+    @property
+    def labels(self) -> Tensor:
+        """The most probable class: `[N, *positions]`."""
+        return self.log_probs.argmax(self.dim)
+
+    @property
+    def confidence(self) -> Tensor:
+        """The probability of the most probable class."""
+        return self.probs.amax(self.dim)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """Total uncertainty `−Σ p log p`: `[N, *positions]`."""
+        return _entropy(self.probs, self.dim)
+
+    @cached_property
+    def epistemic(self) -> Tensor:
+        """Mutual information between label and weights."""
+        return self.information()
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """Another name for `epistemic`."""
+        return self.epistemic
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """`entropy − epistemic`, the expected entropy."""
+        return self.entropy - self.epistemic
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        chosen = self.log_probs.gather(self.dim, targets.long().unsqueeze(self.dim)).squeeze(self.dim)
+        return chosen.flatten(1).sum(1) if chosen.dim() > 1 else chosen
+
+    def distribution(self) -> Distribution:
+        return Categorical(logits=self.log_probs.movedim(self.dim, -1))
+
+
+@dataclass(frozen=True)
+class BinaryPrediction:
+    """A probability of "yes" for each output, `probs: [N, *output]`; entropies per output in nats."""
+
+    probs: Tensor
+    information: Callable[[], Tensor] = field(repr=False)
+
+    @staticmethod
+    def mixture(probs: Tensor) -> BinaryPrediction:
+        """The equal mixture of `probs: [S, N, *output]`."""
+        mean = probs.mean(0)
+        gap = _binary_entropy(mean) - _binary_entropy(probs).mean(0)
+        return BinaryPrediction(mean, lambda: gap.clamp(min=0))
+
+    @property
+    def labels(self) -> Tensor:
+        """1 where "yes" is more probable: `[N, *output]`."""
+        return (self.probs > 0.5).long()
+
+    @property
+    def confidence(self) -> Tensor:
+        """The probability of the label."""
+        return torch.maximum(self.probs, 1 - self.probs)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """Total uncertainty per output."""
+        return _binary_entropy(self.probs)
+
+    @cached_property
+    def epistemic(self) -> Tensor:
+        """Mutual information between each label and the weights."""
+        return self.information()
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """Another name for `epistemic`."""
+        return self.epistemic
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """`entropy − epistemic`."""
+        return self.entropy - self.epistemic
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        terms = torch.special.xlogy(targets, self.probs) + torch.special.xlogy(1 - targets, 1 - self.probs)
+        total: Tensor = terms.flatten(1).sum(1) if terms.dim() > 1 else terms
+        return total
+
+    def distribution(self) -> Distribution:
+        return Bernoulli(probs=self.probs)
+
+
+@dataclass(frozen=True)
+class RegressionPrediction:
+    """Mean and variance of real targets: `variance = aleatoric + epistemic`, each `[N, *output]`.
+
+    `covariance` `[N, D, D]`, where present, is the epistemic covariance between the D outputs;
+    `components` `[S, N, *output]`, where present, are the means of the mixture that was sampled.
+    """
+
+    mean: Tensor
+    aleatoric: Tensor
+    epistemic: Tensor
+    covariance: Tensor | None = field(default=None, repr=False)
+    components: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def variance(self) -> Tensor:
+        return self.aleatoric + self.epistemic
+
+    @property
+    def std(self) -> Tensor:
+        return torch.sqrt(self.variance)
+
+    def interval(self, probability: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Central interval of each output, `(low, high)`, of a Gaussian with this mean and variance."""
+        if not 0 < probability < 1:
+            raise InputError(f"interval(p) needs a probability between 0 and 1, got {probability}.")
+        width = math.sqrt(2) * torch.erfinv(torch.tensor(probability, dtype=torch.float64)).item() * self.std
+        return self.mean - width, self.mean + width
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        if targets.shape != self.mean.shape:
+            raise InputError(f"targets of shape {list(targets.shape)} against means of {list(self.mean.shape)}.")
+        if self.covariance is not None and self.mean.dim() > 1:
+            targets = targets.flatten(1)
+        result: Tensor = self.distribution().log_prob(targets)
+        return result
+
+    def distribution(self) -> Distribution:
+        """One joint distribution of the outputs per example (batch shape `[N]`)."""
+        events = self.mean.dim() - 1
+        if self.components is not None:
+            means = self.components.movedim(0, 1)
+            each = Normal(means, self.aleatoric.unsqueeze(1).expand_as(means).sqrt())
+            weights = Categorical(logits=torch.zeros(means.shape[:2], dtype=means.dtype, device=means.device))
+            return MixtureSameFamily(weights, Independent(each, events) if events else each)
+        if self.covariance is not None and events:
+            noise = torch.diag_embed(self.aleatoric.flatten(1))
+            return MultivariateNormal(self.mean.flatten(1), self.covariance + noise)
+        marginal = Normal(self.mean, self.std)
+        return Independent(marginal, events) if events else marginal
+
+
+def _entropy(probs: Tensor, dim: int) -> Tensor:
+    result: Tensor = torch.special.entr(probs).sum(dim)
+    return result
+
+
+def _binary_entropy(probs: Tensor) -> Tensor:
+    result: Tensor = torch.special.entr(probs) + torch.special.entr(1 - probs)
+    return result

@@ -1,0 +1,163 @@
+"""Which axis holds the examples, and whether `(a, g)` reproduces autograd: measured, not guessed.
+
+Shapes do not tell: `[L, N, D]`, `[N·windows, D]` and `[1, L, D]` look alike. So a random vector v is
+backpropagated, and v scaled by a number α_n of each example's own: where the second gradient is α_n
+times the first along an axis, that axis holds the examples.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from lapwing.gradients import Layer
+from lapwing.layers import ExampleAxis
+
+if TYPE_CHECKING:
+    from lapwing.tape import Record, Use
+
+logger = logging.getLogger("lapwing")
+
+
+def example_axes(record: Record) -> tuple[ExampleAxis | None, ...]:
+    """The example axis of each use, or None where the examples are coupled or absent."""
+    vector, scale = _random(record)
+    edges = [use.edge for use in record.uses]
+    if not edges:
+        return ()
+    plain = _backward(record, edges, vector)
+    scaled = _backward(record, edges, vector * scale.view(-1, *[1] * (vector.dim() - 1)))
+    return tuple(
+        _find(use, first, second, scale) for use, first, second in zip(record.uses, plain, scaled, strict=True)
+    )
+
+
+def layers(
+    record: Record, axes: tuple[ExampleAxis | None, ...], parameters: dict[str, nn.Parameter]
+) -> tuple[Layer, ...]:
+    """Pairs where the self-check against autograd holds; every other parameter comes as rows."""
+    vector, _ = _random(record)
+    edges = [use.edge for use in record.uses]
+    plain = _backward(record, edges, vector) if edges else []
+    truth = dict(zip(parameters, _backward(record, list(parameters.values()), vector), strict=True))
+    found: list[Layer] = []
+    covered: set[str] = set()
+    by_weight: dict[str, list[int]] = {}
+    for i, use in enumerate(record.uses):
+        by_weight.setdefault(use.weight, []).append(i)
+    biases = [record.uses[uses[0]].bias for uses in by_weight.values()]
+    for weight, indices in by_weight.items():
+        uses = [record.uses[i] for i in indices]
+        shapes = {(use.bias, use.rule.shape(use.call)) for use in uses}
+        bias = uses[0].bias
+        names = (weight,) if bias is None else (weight, bias)
+        groups, outputs, inputs = uses[0].rule.shape(uses[0].call)
+        layer = Layer(
+            _layer_name(weight), names, tuple(parameters[name].shape for name in names),
+            (groups, outputs, inputs + (bias is not None)), uses[0].rule.name,
+        )  # fmt: skip
+        if len(shapes) > 1 or (bias is not None and biases.count(bias) > 1) or any(axes[i] is None for i in indices):
+            logger.info("%s: coupled or unequal uses; exact fallback", weight)
+        elif not _agrees(record, layer, indices, axes, plain, truth):
+            logger.info("%s: (a, g) does not reproduce autograd's gradient; exact fallback", weight)
+        else:
+            found.append(layer)
+            covered.update(names)
+    return _in_order([*found, *_rest(parameters, covered, {layer.name for layer in found})], parameters)
+
+
+def _random(record: Record) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    outputs = record.outputs.detach()
+    vector = torch.randn(outputs.shape, generator=generator).to(outputs)
+    return vector, (0.5 + torch.rand(record.examples, generator=generator)).to(outputs)
+
+
+def _backward(record: Record, inputs: Sequence[Tensor | GradientEdge], vector: Tensor) -> list[Tensor | None]:
+    return list(
+        torch.autograd.grad(record.outputs, inputs, vector, retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
+    )
+
+
+def _find(use: Use, plain: Tensor | None, scaled: Tensor | None, scale: Tensor) -> ExampleAxis | None:
+    examples = scale.shape[0]
+    example_dimensions = use.rule.example_axes(torch.empty(use.output, device="meta"))
+    for dimension in example_dimensions:
+        if use.output[dimension] == 0 or use.output[dimension] % examples:
+            continue
+        for inner in (False, True):
+            axis = ExampleAxis(dimension, inner)
+            if plain is None or scaled is None:
+                return axis
+            first, second = axis.first(plain, examples), axis.first(scaled, examples)
+            expected = first * scale.to(first.dtype).view(-1, *[1] * (first.dim() - 1))
+            tolerance = torch.finfo(first.dtype).eps ** 0.5
+            if bool(((second - expected).abs() <= tolerance * (first.abs() + first.square().mean().sqrt())).all()):
+                return axis
+    return None
+
+
+def _agrees(
+    record: Record,
+    layer: Layer,
+    indices: list[int],
+    axes: tuple[ExampleAxis | None, ...],
+    plain: list[Tensor | None],
+    truth: dict[str, Tensor | None],
+) -> bool:
+    assembled = torch.zeros(layer.size, dtype=record.outputs.dtype, device=record.outputs.device)
+    for i in indices:
+        use, axis, gradient = record.uses[i], axes[i], plain[i]
+        if gradient is None or axis is None:
+            continue
+        g = use.rule.gradients(use.call, gradient.unsqueeze(0), axis, record.examples)[0]
+        a = use.rule.inputs(use.call, axis, record.examples, slice(None)).detach()
+        weight = torch.einsum("nqro,nqri->qoi", g.to(a.dtype), a)
+        if len(layer.parameters) == 2:
+            weight = torch.cat([weight, g.sum((0, 2)).unsqueeze(-1)], dim=-1)
+        assembled += weight.flatten()
+    for name, value in layer.unpack(assembled).items():
+        expected = truth[name]
+        expected = torch.zeros_like(value) if expected is None else expected
+        tolerance = torch.finfo(value.dtype).eps ** 0.5
+        scale = torch.maximum(expected.abs().amax(), value.abs().amax())
+        if bool(((value - expected).abs() > tolerance * scale).any()):
+            return False
+    return True
+
+
+def _rest(parameters: dict[str, nn.Parameter], covered: set[str], taken: set[str]) -> list[Layer]:
+    """The parameters that no rule covers, those of one module together."""
+    modules: dict[str, list[str]] = {}
+    for name in parameters:
+        if name not in covered:
+            modules.setdefault(_module_of(name), []).append(name)
+    return [
+        Layer(
+            "+".join(names) if module in taken else module,
+            tuple(names),
+            tuple(parameters[name].shape for name in names),
+            None,
+            "fallback",
+        )
+        for module, names in modules.items()
+    ]
+
+
+def _in_order(layers: list[Layer], parameters: dict[str, nn.Parameter]) -> tuple[Layer, ...]:
+    order = {name: i for i, name in enumerate(parameters)}
+    return tuple(sorted(layers, key=lambda layer: min(order[name] for name in layer.parameters)))
+
+
+def _layer_name(weight: str) -> str:
+    module, _, attribute = weight.rpartition(".")
+    return module if module and attribute == "weight" else weight
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0] or name

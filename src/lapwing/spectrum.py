@@ -1,0 +1,69 @@
+"""Decompositions of the blocks of a curvature, made when first needed and shared by all posteriors
+on it: a sweep over prior precision, noise or temperature never decomposes twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lapwing.curvature import Block, Curvature
+from lapwing.curvature.accumulator import Decomposition
+
+
+@dataclass(frozen=True)
+class PriorOfBlock:
+    """Prior precision of one block, `λ M` with `M = diag(shape)`; `elements` has it per parameter `[p]`.
+
+    `scale` is 0-d, or in the basis' shape where the basis is the identity.
+    """
+
+    scale: Tensor
+    shape: Tensor | None
+
+
+@dataclass
+class Spectrum:
+    """The decompositions of a curvature, cached for the last shape of the prior."""
+
+    curvature: Curvature
+    _plain: dict[int, Decomposition] = field(default_factory=dict, repr=False)
+    _shaped: dict[int, tuple[Tensor, Decomposition]] = field(default_factory=dict, repr=False)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return self.curvature.blocks
+
+    def decompose(self, index: int, shape: Tensor | None) -> Decomposition:
+        """Block `index` under a prior of this shape; differentiable in `shape`."""
+        accumulator = self.blocks[index].accumulator
+        if shape is None:
+            if index not in self._plain:
+                self._plain[index] = accumulator.decompose(None)
+            return self._plain[index]
+        if shape.requires_grad:
+            return accumulator.decompose(shape)
+        if index not in self._shaped or not torch.equal(self._shaped[index][0], shape):
+            self._shaped[index] = (shape, accumulator.decompose(shape))
+        return self._shaped[index][1]
+
+    def prior_of(self, index: int, precisions: dict[str, Tensor]) -> PriorOfBlock:
+        """Write the precisions of a block's parameters as `λ M`."""
+        block = self.blocks[index]
+        values = [precisions[name] for name in block.parameters]
+        if all(value.dim() == 0 for value in values) and all(_same(value, values[0]) for value in values[1:]):
+            return PriorOfBlock(values[0], None)
+        sizes = {name: size for layer in block.layers for name, size in zip(layer.parameters, layer.sizes, strict=True)}
+        elements = block.pack({name: precisions[name].expand(sizes[name]) for name in block.parameters})
+        if block.accumulator.elementwise:
+            return PriorOfBlock(elements.reshape(self.decompose(index, None).basis.shape), None)
+        # Relative to the first element, so that M does not change when all precisions do.
+        return PriorOfBlock(elements[0], elements / elements[0])
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    if left is right:
+        return True
+    return not left.requires_grad and not right.requires_grad and bool(left == right)

@@ -1,0 +1,36 @@
+"""A table of what was fitted and how."""
+
+from __future__ import annotations
+
+from lapwing.posterior import Posterior
+from lapwing.priors import FactoredDamping
+from lapwing.tape import Tape
+
+
+def summarize(tape: Tape, posterior: Posterior) -> str:
+    """One line per layer: parameters, size, path of the gradients, structure, prior precision."""
+    rows = [("layer", "parameters", "size", "gradients", "structure", "prior precision")]
+    for block in posterior.spectrum.blocks:
+        for layer in block.layers:
+            path = layer.path if layer.shape is not None else f"fallback ({tape.fallback().method})"
+            rows.append((
+                layer.name, ", ".join(name.rpartition(".")[2] for name in layer.parameters), f"{layer.size:,}",
+                path, block.accumulator.kind, _precision(posterior, layer.parameters),
+            ))  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    curvature = posterior.spectrum.curvature
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    lines.append(
+        f"{curvature.size:,} Bayesian parameters, {curvature.examples:g} examples, structure {curvature.structure}, "
+        f"curvature {curvature.kind}, temperature {float(posterior.temperature):g} (multiplies the likelihood)"
+    )
+    return "\n".join(lines)
+
+
+def _precision(posterior: Posterior, names: tuple[str, ...]) -> str:
+    if isinstance(posterior.prior, FactoredDamping):
+        return repr(posterior.prior)
+    values = [posterior.precisions[name].detach() for name in names]
+    low, high = min(float(v.min()) for v in values), max(float(v.max()) for v in values)
+    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"

@@ -1,0 +1,294 @@
+"""One forward pass that records the input of every use of a Bayesian weight, and backward passes
+that deliver the gradient at that use's output.
+
+Weights are recognized by identity at the level of functions, so it does not matter which module
+holds them or how often they are used. What no rule reads takes the exact fallback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from lapwing import probe
+from lapwing.batches import Inputs, ReadOutput, read_output
+from lapwing.columns import Columns
+from lapwing.errors import InputError
+from lapwing.gradients import Gradients, Layer, Pair, Rows
+from lapwing.gradients import Inputs as LayerInputs
+from lapwing.graph import Graph, walk
+from lapwing.layers import RULES, Call, ExampleAxis, Rule
+from lapwing.layers.per_example import PerExample
+
+Consume = Callable[[Layer, Gradients], None]
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a Bayesian weight: the rule that reads it, its input, and the edge of its output."""
+
+    rule: Rule
+    call: Call
+    weight: str
+    bias: str | None
+    edge: GradientEdge
+    output: torch.Size
+
+
+@dataclass
+class _Mailbox:
+    """Where gradients arrive during a backward pass. It must not refer to the graph that refers to it."""
+
+    listener: Callable[[int, Tensor], None] | None = None
+
+    def deliver(self, index: int, gradient: Tensor) -> None:
+        if self.listener is not None:
+            self.listener(index, gradient)
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, names: dict[int, str], mailbox: _Mailbox) -> None:
+        super().__init__()
+        self.names, self.mailbox, self.uses = names, mailbox, list[Use]()
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        rule = RULES.get(func)
+        if rule is None:
+            return output
+        call = rule.read(func, args, kwargs)
+        weight = self.names.get(id(call.weight))
+        if weight is None or not output.requires_grad:
+            return output
+        bias = None if call.bias is None else self.names.get(id(call.bias))
+        index, mailbox = len(self.uses), self.mailbox
+        self.uses.append(Use(rule, call, weight, bias, get_gradient_edge(output), output.shape))
+        # A hook set now sees the gradient of the value as it is now, whatever happens to it in place.
+        output.register_hook(lambda gradient: mailbox.deliver(index, gradient))
+        return output
+
+
+@dataclass
+class Tape:
+    """Records forward passes of one model; the layers are found on the first batch and then fixed."""
+
+    model: nn.Module
+    parameters: dict[str, nn.Parameter]
+    output: ReadOutput | None = None
+    budget: int = 2**30
+    layers: tuple[Layer, ...] | None = None
+    output_size: int = 0
+    _axes: dict[Any, tuple[ExampleAxis | None, ...]] = field(default_factory=dict, repr=False)
+    _fallback: PerExample | None = field(default=None, repr=False)
+
+    def record(self, inputs: Inputs, create_graph: bool = False) -> Record:
+        """Run the model under the recorder. The model must be borrowed (see `guard`)."""
+        mailbox = _Mailbox()
+        recorder = _Recorder({id(parameter): name for name, parameter in self.parameters.items()}, mailbox)
+        kernel: AbstractContextManager[Any] = sdpa_kernel(SDPBackend.MATH) if create_graph else nullcontext()
+        with recorder, kernel:
+            outputs = read_output(self.model(*inputs.args, **inputs.kwargs), self.output)
+        if outputs.grad_fn is None:
+            raise InputError(
+                "The model's output does not depend on any Bayesian parameter through autograd. Remove "
+                "torch.no_grad(), .detach() or torch.jit.script from its forward pass, or choose other weights."
+            )
+        self.output_size = outputs[0].numel()
+        record = Record(self, inputs, outputs, tuple(recorder.uses), mailbox, create_graph)
+        record.axes = self._example_axes(record)
+        return record
+
+    def _example_axes(self, record: Record) -> tuple[ExampleAxis | None, ...]:
+        """The example axis of every use: probed once per shape of input, the batch size apart."""
+        key = self._signature(record)
+        if key not in self._axes or self.layers is None:
+            axes = probe.example_axes(record)
+            layers = probe.layers(record, axes, self.parameters)
+            if self.layers is None:
+                self.layers = layers
+            else:
+                _check_same(self.layers, layers)
+            self._axes[key] = axes
+        return self._axes[key]
+
+    def _signature(self, record: Record) -> Any:
+        examples = record.examples
+        shapes = tuple(
+            (None, *tensor.shape[1:]) if tensor.dim() and tensor.shape[0] == examples > 1 else tuple(tensor.shape)
+            for tensor in record.inputs.tensors()
+        )
+        return shapes, tuple(use.weight for use in record.uses), record.graph.reached
+
+    def fallback(self) -> PerExample:
+        """The per-example gradients of all parameters that are not read as a pair."""
+        if self._fallback is None:
+            assert self.layers is not None
+            names = [name for layer in self.layers if layer.shape is None for name in layer.parameters]
+            self._fallback = PerExample(self._functional, {name: self.parameters[name] for name in names})
+        return self._fallback
+
+    def _functional(self, parameters: dict[str, Tensor], inputs: Inputs) -> Tensor:
+        returned = torch.func.functional_call(self.model, parameters, inputs.args, inputs.kwargs)
+        return read_output(returned, self.output)
+
+
+@dataclass
+class Record:
+    """One recorded forward pass; alive as long as its graph is needed."""
+
+    tape: Tape
+    inputs: Inputs
+    outputs: Tensor
+    uses: tuple[Use, ...]
+    mailbox: _Mailbox
+    create_graph: bool
+    axes: tuple[ExampleAxis | None, ...] = ()
+    _graph: Graph | None = None
+
+    @property
+    def examples(self) -> int:
+        return self.outputs.shape[0]
+
+    @property
+    def graph(self) -> Graph:
+        if self._graph is None:
+            self._graph = walk(self.outputs, [use.edge for use in self.uses])
+        return self._graph
+
+    def layer_inputs(self, layer: Layer) -> LayerInputs | None:
+        """`a` of a layer that is read as a pair; None if this pass did not reach it."""
+        uses = [i for i, use in enumerate(self.uses) if use.weight == layer.parameters[0] and self.graph.reached[i]]
+        if layer.shape is None or not uses:
+            return None
+        return LayerInputs(tuple(self._reader(i) for i in uses), self.examples, len(layer.parameters) == 2)
+
+    def _reader(self, index: int) -> Callable[[slice], Tensor]:
+        use, axis, examples = self.uses[index], self.axes[index], self.examples
+        assert axis is not None
+        create_graph = self.create_graph
+
+        def read(part: slice) -> Tensor:
+            a = use.rule.inputs(use.call, axis, examples, part)
+            return a if create_graph else a.detach()
+
+        return read
+
+    def sweep(self, columns: Columns, consume: Consume, together: bool, wanted: Collection[str]) -> None:
+        """Backpropagate `columns` and hand the per-example gradients of the `wanted` layers to `consume`.
+
+        Layers that are read as a pair come in chunks of columns, and each gradient is freed once
+        used; with `together` all columns of a layer come at once. Rows come in ranges of examples,
+        always with all the columns.
+        """
+        layers = [layer for layer in self.tape.layers or () if layer.name in wanted]
+        pairs = {layer.parameters[0]: layer for layer in layers if layer.shape is not None}
+        step = columns.count if together else self._columns_at_once()
+        if pairs:
+            for start in range(0, columns.count, step):
+                self._pairs(columns.part(start, min(start + step, columns.count)), start, pairs, consume)
+        rows = [
+            layer
+            for layer in layers
+            if layer.shape is None
+            and any(id(self.tape.parameters[name]) in self.graph.leaves for name in layer.parameters)
+        ]
+        if rows:
+            self._rows(columns, rows, consume, together)
+
+    def _columns_at_once(self) -> int:
+        """Several columns in one batched pass pay where every use is a plain matrix product."""
+        if not self.graph.batchable:
+            return 1
+        size = sum(use.output.numel() for use in self.uses) * self.outputs.element_size()
+        return max(1, min(10, self.tape.budget // max(1, 2 * size)))
+
+    def _pairs(self, columns: Tensor, first: int, layers: dict[str, Layer], consume: Consume) -> None:
+        waiting: dict[str, dict[int, list[Tensor]]] = {}
+        expected = {
+            name: [i for i, use in enumerate(self.uses) if use.weight == name and self.graph.reached[i]]
+            for name in layers
+        }
+
+        def listen(index: int, gradient: Tensor) -> None:
+            name = self.uses[index].weight
+            if name not in layers:
+                return
+            arrived = waiting.setdefault(name, {i: [] for i in expected[name]})
+            arrived[index].append(gradient if self.create_graph else gradient.detach())
+            if all(len(found) == columns.shape[0] for found in arrived.values()):
+                del waiting[name]
+                hand_on(name, {i: torch.stack(found) for i, found in arrived.items()})
+
+        def hand_on(name: str, arrived: dict[int, Tensor]) -> None:
+            inputs = self.layer_inputs(layers[name])
+            assert inputs is not None
+            parts = []
+            for i, gradient in arrived.items():
+                use, axis = self.uses[i], self.axes[i]
+                assert axis is not None
+                parts.append(use.rule.gradients(use.call, gradient.to(use.call.input.dtype), axis, self.examples))
+            g = parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
+            consume(layers[name], Pair(inputs, g, first))
+
+        if columns.shape[0] > 1 and self.graph.batchable:
+            reached = [i for i, found in enumerate(self.graph.reached) if found and self.uses[i].weight in layers]
+            delivered = self._grad([self.uses[i].edge for i in reached], columns, batched=True)
+            gradients = {i: g for i, g in zip(reached, delivered, strict=True) if g is not None}
+            for name, indices in expected.items():
+                if indices:
+                    hand_on(name, {i: gradients.pop(i) for i in indices})
+            return
+        self.mailbox.listener = listen
+        try:
+            for column in columns:
+                self._grad([self.uses[i].edge for i in self.graph.frontier], column, batched=False)
+        finally:
+            self.mailbox.listener = None
+
+    def _grad(self, edges: list[GradientEdge], vectors: Tensor, batched: bool) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(
+            self.outputs, edges, vectors, retain_graph=True, create_graph=self.create_graph, allow_unused=True,
+            is_grads_batched=batched,
+        )  # fmt: skip
+
+    def _rows(self, columns: Columns, layers: list[Layer], consume: Consume, together: bool) -> None:
+        fallback = self.tape.fallback()
+        size = sum(layer.size for layer in layers) * self.outputs.element_size()
+        step = columns.count if together else max(1, self.tape.budget // max(1, size))
+        for start in range(0, columns.count, step):
+            part = columns.part(start, min(start + step, columns.count))
+            for example, gradients in fallback.rows(
+                self.inputs, self.outputs, part, self.tape.budget, self.create_graph
+            ):
+                for layer in layers:
+                    consume(layer, Rows(layer.pack(gradients), start, example))
+
+    def gradient(self, scalar: Tensor) -> dict[str, Tensor]:
+        """Plain autograd gradient of a scalar function of the outputs, by parameter."""
+        tensors = list(self.tape.parameters.values())
+        gradients = torch.autograd.grad(scalar, tensors, retain_graph=True, allow_unused=True)
+        return {
+            name: torch.zeros_like(tensor) if gradient is None else gradient
+            for name, tensor, gradient in zip(self.tape.parameters, tensors, gradients, strict=True)
+        }
+
+
+def _check_same(known: tuple[Layer, ...], found: tuple[Layer, ...]) -> None:
+    pairs = {layer.name: layer for layer in found if layer.shape is not None}
+    lost = [layer.name for layer in known if layer.shape is not None and layer.name not in pairs]
+    if lost:
+        raise InputError(
+            f"Layer {lost[0]!r} was read as (input, gradient) on an earlier batch, but couples the examples "
+            "of this one. Show a batch of this shape, of two or more examples, first."
+        )

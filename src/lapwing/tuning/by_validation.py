@@ -1,0 +1,93 @@
+"""Choose the prior by the score of its predictions on held-out data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from lapwing.batches import unpack
+from lapwing.errors import InputError, choose
+from lapwing.predictive.prediction import BinaryPrediction, ClassPrediction, Prediction
+from lapwing.tuning.result import Tuning
+
+if TYPE_CHECKING:
+    from lapwing.laplace import Laplace
+
+Score = Callable[[Prediction, Tensor], Tensor]
+
+
+def log_score(prediction: Prediction, targets: Tensor) -> Tensor:
+    """Log predictive probability: `[N]`, higher is better."""
+    return prediction.log_prob(targets)
+
+
+def brier_score(prediction: Prediction, targets: Tensor) -> Tensor:
+    """Negative squared distance of the probabilities from the truth: `[N]`, higher is better."""
+    if isinstance(prediction, ClassPrediction):
+        one_hot = torch.zeros_like(prediction.probs).scatter_(prediction.dim, targets.unsqueeze(prediction.dim), 1.0)
+        return -(prediction.probs - one_hot).square().flatten(1).sum(1)
+    if isinstance(prediction, BinaryPrediction):
+        return -(prediction.probs - targets).square().reshape(targets.shape[0], -1).sum(1)
+    raise InputError("score='brier' is for classification; use 'log' for regression.")
+
+
+SCORES: dict[str, Score] = {"log": log_score, "brier": brier_score}
+
+
+def tune_by_validation(
+    la: Laplace,
+    loader: Iterable[Any],
+    candidates: Sequence[Any] | None = None,
+    temperatures: Sequence[float] | None = None,
+    score: str | Score = "log",
+    **predict: Any,
+) -> tuple[Laplace, Tuning]:
+    """Take the candidate (prior × temperature) with the best mean score on the loader.
+
+    `candidates` are priors of any kind (default: 21 precisions from 1e-4 to 1e4), `score` is "log", "brier"
+    or `fn(prediction, targets) -> [N]`, higher is better; further options go to `predict`. Scores that are
+    NaN or infinite never win.
+    """
+    scorer = SCORES[choose(score, SCORES, "score")] if isinstance(score, str) else score
+    priors = list(candidates) if candidates is not None else [10 ** (k / 2.5) for k in range(-10, 11)]
+    options = [
+        {"prior": prior, "temperature": temperature}
+        for prior in priors
+        for temperature in (temperatures if temperatures is not None else [la.temperature])
+    ]
+    if not options:
+        raise InputError("tune_prior(method='validation') needs at least one candidate.")
+    batches = loader if isinstance(loader, Sequence) or iter(loader) is not loader else list(loader)
+    seed: torch.Generator | None = predict.pop("generator", None)
+    results: list[tuple[dict[str, Any], float]] = []
+    for option in tqdm(options, "tune prior", delay=2, leave=False, disable=not la.progress):
+        if seed is not None:  # the same noise for every candidate
+            predict["generator"] = torch.Generator(seed.device).set_state(seed.get_state())
+        results.append((option, _mean_score(la.at(**option), batches, scorer, predict)))
+    finite = [(option, value) for option, value in results if math.isfinite(value)]
+    if not finite:
+        raise InputError(
+            f"None of the {len(results)} candidates has a finite score on the validation set; check its data, or "
+            "give other candidates."
+        )
+    best, value = max(finite, key=lambda item: item[1])
+    start = _mean_score(la, batches, scorer, predict)
+    return la.at(**best), Tuning("validation", start, value, True, len(results), candidates=results)
+
+
+def _mean_score(la: Laplace, batches: Iterable[Any], score: Score, predict: dict[str, Any]) -> float:
+    total, count = 0.0, 0
+    for number, batch in enumerate(batches):
+        inputs, targets = unpack(batch, f"Validation batch {number}", la.unpack)
+        x = inputs.kwargs if inputs.kwargs else inputs.args
+        values = score(la.predict(x, **predict), targets)
+        total += float(values.double().sum())
+        count += values.numel()
+    if count == 0:
+        raise InputError("The validation loader is empty.")
+    return total / count
