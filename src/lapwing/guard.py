@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @contextmanager
@@ -59,6 +60,14 @@ def _identical(left: torch.Tensor, right: torch.Tensor) -> bool:
         and torch.equal(left.isnan(), right.isnan())
         and torch.equal(left.nan_to_num(), right.nan_to_num())
     )
+
+
+@contextmanager
+def twice_differentiable(model: nn.Module) -> Iterator[None]:
+    """Attention and recurrent layers in kernels that have a second derivative."""
+    fused = torch.backends.mkldnn.enabled and not _recurrent(model)
+    with sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=fused, allow_tf32=None):
+        yield
 
 
 @contextmanager

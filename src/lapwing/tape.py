@@ -8,14 +8,13 @@ holds them or how often they are used. What no rule reads takes the exact fallba
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from lapwing import probe
@@ -25,6 +24,7 @@ from lapwing.errors import InputError
 from lapwing.gradients import Gradients, Layer, Pair, Rows
 from lapwing.gradients import Inputs as LayerInputs
 from lapwing.graph import Graph, walk
+from lapwing.guard import twice_differentiable
 from lapwing.layers import RULES, Call, ExampleAxis, Rule
 from lapwing.layers.per_example import PerExample
 
@@ -96,8 +96,7 @@ class Tape:
         """Run the model under the recorder. The model must be borrowed (see `guard`)."""
         mailbox = _Mailbox()
         recorder = _Recorder({id(parameter): name for name, parameter in self.parameters.items()}, mailbox)
-        kernel: AbstractContextManager[Any] = sdpa_kernel(SDPBackend.MATH) if create_graph else nullcontext()
-        with recorder, kernel:
+        with recorder, twice_differentiable(self.model) if create_graph else nullcontext():
             outputs = read_output(self.model(*inputs.args, **inputs.kwargs), self.output)
         if outputs.grad_fn is None:
             raise InputError(

@@ -75,7 +75,7 @@ class Fit:
                 inputs, targets = unpack(batch, where, self.unpack)
                 inputs, targets = inputs.to(device), targets.to(device)
                 inputs.check_finite(where)
-                record = tape.record(inputs)
+                record = tape.record(inputs, create_graph=self.kind == "hessian")
                 if targets.dim() == 0 or targets.shape[0] != record.examples:
                     raise InputError(
                         f"{where}: {targets.shape[0] if targets.dim() else 'a single number as'} targets for "

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lapwing.batches import Inputs, SplitInputs
 from lapwing.errors import InputError
@@ -66,7 +68,9 @@ class PerExample:
             return value, torch.func.vmap(pull)(column)[0]
 
         leaves = [leaf[part] for leaf in split.examples()]
-        with torch.set_grad_enabled(create_graph):
+        # vmap knows the plain attention kernel only, and says of some operations that it loops over them.
+        with torch.set_grad_enabled(create_graph), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")
             mapped = torch.func.vmap(one, in_dims=(1, *(0 for _ in leaves)), out_dims=(0, 1))
             values, gradients = mapped(columns, *leaves)
         return values, gradients
