@@ -1,6 +1,6 @@
 """The documentation runs: every ```python block of a page, in order, in one namespace.
 
-A block fenced as ```python notest is shown but not run.
+A block with `<!-- notest -->` on the line above is shown but not run.
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ from lapwing import __version__
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "lapwing"
 FENCE = re.compile(
-    r"^(?P<indent>[ \t]*)```python(?P<flags>[^\n`]*)\n(?P<code>.*?)^(?P=indent)```[ \t]*$", re.MULTILINE | re.DOTALL
+    r"^(?P<indent>[ \t]*)(?P<skip><!-- notest -->\n(?P=indent))?```python\n(?P<code>.*?)^(?P=indent)```[ \t]*$",
+    re.MULTILINE | re.DOTALL,
 )
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(text: str) -> list[str]:
     """The blocks to run, each after as many empty lines as make its line numbers those of the page."""
-    found = []
-    for match in FENCE.finditer(text):
-        if "notest" not in match["flags"].split():
-            found.append("\n" * text.count("\n", 0, match.start("code")) + textwrap.dedent(match["code"]))
-    return found
+    return [
+        "\n" * text.count("\n", 0, match.start("code")) + textwrap.dedent(match["code"])
+        for match in FENCE.finditer(text)
+        if match["skip"] is None
+    ]
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 def has_code(page: Path) -> bool:
@@ -58,7 +63,7 @@ def reproducible() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("page", filter(has_code, PAGES), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [page for page in PAGES if has_code(page)], ids=name)
 def test_page_runs(page: Path, reproducible: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "documentation"}
@@ -66,8 +71,15 @@ def test_page_runs(page: Path, reproducible: None, tmp_path: Path, monkeypatch: 
         exec(compile(block, str(page), "exec"), namespace)
 
 
-def test_blocks_are_found_in_order_and_flagged_ones_left_out() -> None:
-    text = "# A\n\n```python\na = 1\n```\n\n```python notest\nraise\n```\n\n    ```python\n    b = a\n    ```\n\n```text\nno\n```\n"
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_fence_that_is_neither_run_nor_rendered(page: Path) -> None:
+    # Words after "```python" keep mkdocs from seeing the fence, and the block from being run.
+    assert re.findall(r"^[ \t]*```python[^\n]+", page.read_text(encoding="utf-8"), re.MULTILINE) == []
+
+
+def test_blocks_are_found_in_order_and_marked_ones_left_out() -> None:
+    text = "# A\n\n```python\na = 1\n```\n\n<!-- notest -->\n```python\nraise\n```\n\n"
+    text += "    ```python\n    b = a\n    ```\n\n```text\nno\n```\n"
     assert [block.strip() for block in blocks(text)] == ["a = 1", "b = a"]
     assert blocks(text)[0].count("\n", 0, blocks(text)[0].index("a")) == 3
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing import Laplace
+from lapwing import InputError, Laplace
 from tests import networks, oracles
 
 STRUCTURES = ["diag", "kron", "ekfac", "block", "full"]
@@ -50,6 +50,11 @@ def structured(la: Laplace, dense: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_against_dense_algebra(network: str, kind: str, likelihood: str) -> None:
+    if network == "odd" and kind == "hessian":
+        # torch's double backward of weight normalization is wrong; better refused than wrong.
+        with pytest.raises(InputError, match="do not commute"):
+            fitted(network, "full", kind, likelihood)
+        return
     for structure in DENSE if kind == "hessian" else STRUCTURES:
         check(network, structure, kind, likelihood)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,10 +40,9 @@ def choose(value: str, options: Iterable[str], what: str) -> str:
     raise InputError(f"Unknown {what}: {value!r}.{hint} Supported: {', '.join(options)}.")
 
 
-def positive(value: float | Tensor, what: str) -> Tensor:
+def positive(value: float | Sequence[float] | Tensor, what: str) -> Tensor:
     """Return `value` as a float64 tensor if it is positive and finite everywhere, else raise."""
-    tensor = torch.as_tensor(value)
-    tensor = tensor if tensor.dtype == torch.float64 else tensor.to(torch.float64)
+    tensor = torch.as_tensor(value, dtype=torch.float64)
     if tensor.numel() == 1:
         number = tensor.item()
         good = math.isfinite(number) and number > 0

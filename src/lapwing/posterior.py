@@ -146,8 +146,9 @@ class Posterior:
         if self.center == "network":
             return {name: torch.zeros_like(self.weights[name], dtype=torch.float64) for name in self.sizes}
         found: dict[str, Tensor] = {}
+        blocks = self.blocks  # made outside of no_grad: they are kept, and the evidence differentiates them
         with torch.no_grad():
-            for block in self.blocks:
+            for block in blocks:
                 downhill = block.basis.double().reduce(block.block.pack(self._slope()))
                 found |= block.block.unpack(-block.basis.double().expand(block.scale * downhill))
         return found
@@ -163,11 +164,12 @@ class Posterior:
 
     def step_curvature(self) -> Tensor:
         """`δᵀ H δ` of the step to the center, 0-d."""
+        blocks, step = self.blocks, self.step
         with torch.no_grad():
             terms = []
-            for i, block in enumerate(self.blocks):
+            for i, block in enumerate(blocks):
                 prior = self.spectrum.prior_of(i, self.precisions)
-                shaped = block.block.pack(self.step)
+                shaped = block.block.pack(step)
                 if prior.shape is not None:
                     shaped = shaped * prior.shape
                 inverse = block.basis.double().reduce(shaped)  # U⁻¹ = Uᵀ M

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lapwing.curvature.blocks import Block
 from lapwing.curvature.dense import DenseAccumulator
+from lapwing.errors import InputError
 from lapwing.likelihoods import Likelihood
 from lapwing.tape import Record
 
@@ -24,12 +25,24 @@ def add_hessian(record: Record, likelihood: Likelihood, targets: Tensor, blocks:
             for name, tensor, slope in zip(block.parameters, tensors, slopes, strict=True)
         }
         packed = block.pack(filled)
-        for i in range(block.size):
-            if not packed.requires_grad:
-                break
+        rows = torch.zeros_like(block.accumulator.sums)
+        for i in range(block.size if packed.requires_grad else 0):
             row = torch.autograd.grad(packed[i], tensors, retain_graph=True, allow_unused=True)
             values = {
                 name: torch.zeros_like(tensor) if value is None else value
                 for name, tensor, value in zip(block.parameters, tensors, row, strict=True)
             }
-            block.accumulator.sums[i] += block.pack(values).to(block.accumulator.sums.dtype)
+            rows[i] = block.pack(values)
+        _check_symmetric(rows, block)
+        block.accumulator.sums += rows
+
+
+def _check_symmetric(rows: Tensor, block: Block) -> None:
+    """Second derivatives commute. Where they do not, an operation's double backward is wrong."""
+    gap = (rows - rows.T).abs()
+    if bool(gap.amax() > torch.finfo(rows.dtype).eps ** 0.5 * rows.abs().amax()):
+        culprit = next(name for name, part in block.unpack(gap.amax(1)).items() if bool((part == gap.amax()).any()))
+        raise InputError(
+            f"The second derivatives of {culprit!r} do not commute: PyTorch's double backward of an operation that "
+            "it enters is wrong (known of weight normalization). Use curvature='ggn'."
+        )

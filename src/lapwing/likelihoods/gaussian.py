@@ -29,7 +29,7 @@ class Gaussian:
     name = "gaussian"
 
     def __init__(self, noise: float | Sequence[float] | Tensor = 1.0, ratios: Tensor | None = None) -> None:
-        value = positive(torch.as_tensor(noise), "Gaussian(noise=...)")
+        value = positive(noise, "Gaussian(noise=...)")
         if value.numel() > 1 and ratios is None:
             value, ratios = torch.ones(()), value
         object.__setattr__(self, "noise", float(value))

@@ -25,7 +25,7 @@ _EDGE = 40.0  # |log λ| beyond which an optimum is said to run off
 
 
 def tune_by_evidence(
-    la: Laplace, groups: Groups = "scalar", noise: bool = True, tolerance: float = 1e-6, max_rounds: int = 20
+    la: Laplace, groups: Groups = "scalar", noise: bool = True, tolerance: float = 1e-6, max_steps: int = 500
 ) -> tuple[Laplace, Tuning]:
     """Choose prior precisions by group, and the noise of a regression where `noise`.
 
@@ -39,19 +39,13 @@ def tune_by_evidence(
     space = _space(la, groups, noise)
     if not bool(space.free.any()):
         raise InputError("Nothing to tune. " + " ".join(space.held))
-    start = float(la.log_evidence())
-    point, rounds = space.start, 0
-    residual = space.residual(point)
-    while residual > tolerance and rounds < max_rounds:
-        point = space.ascend(point)
-        residual = space.residual(point)
-        rounds += 1
+    point, residual, steps = _maximize(space, tolerance, max_steps)
     converged = residual <= tolerance
     messages = [*space.held, *space.at_edge(point)]
     if not converged:
         messages.append(
-            f"The evidence did not converge in {max_rounds} rounds: the optimality condition is violated by "
-            f"{residual:.2g} (tolerance {tolerance:.2g}). Raise max_rounds or tolerance."
+            f"The evidence did not converge in {steps} steps: the optimality condition is violated by "
+            f"{residual:.2g} (tolerance {tolerance:.2g}). Raise max_steps or tolerance."
         )
     for message in messages:
         warnings.warn(message, TuningWarning, stacklevel=3)
@@ -61,9 +55,60 @@ def tune_by_evidence(
     }
     value = float(tuned.log_evidence())
     chosen_noise = float(tuned._noise) if space.noise else None
-    return tuned, Tuning(
-        "evidence", start, value, converged, rounds, residual, shown, chosen_noise, [], tuple(messages)
-    )
+    start = float(la.log_evidence())
+    return tuned, Tuning("evidence", start, value, converged, steps, residual, shown, chosen_noise, [], tuple(messages))
+
+
+def _maximize(space: _Space, tolerance: float, max_steps: int) -> tuple[Tensor, float, int]:
+    """L-BFGS ascent; returns the point, its relative violation of the optimality conditions, and the steps.
+
+    Along each coordinate the gradient is `½(γ − λ‖θ*‖²)` and the curvature at most `½ max(γ, λ‖θ*‖²)`, which
+    gives first steps that neither overshoot nor crawl.
+    """
+    point = space.start
+    value, gradient = space.evidence(point)
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for step in range(max_steps + 1):
+        size = space.sizes(point)
+        residual = float((2 * gradient.abs() / size).max())
+        if residual <= tolerance or step == max_steps:
+            break
+        bound = 0.5 * torch.maximum(size, size + 2 * gradient)
+        direction = _lbfgs_direction(gradient, pairs, bound)
+        if float(direction @ gradient) <= 0:
+            pairs, direction = [], gradient / bound
+        direction = direction * min(1.0, 4.0 / float(direction.abs().max()))
+        length, found = 1.0, False
+        while length > 1e-9 and not found:
+            after = point + length * direction
+            new_value, new_gradient = space.evidence(after)
+            enough = new_value >= value + 1e-4 * length * float(direction @ gradient)
+            # Where the evidence changes by rounding only, the gradient says whether the step was good.
+            level = abs(new_value - value) <= 1e-10 * abs(value)
+            smaller = float((new_gradient.square() / bound).sum()) < float((gradient.square() / bound).sum())
+            found = enough or (level and smaller)
+            length /= 2
+        if not found:
+            if not pairs:
+                break
+            pairs = []
+            continue
+        pairs = [*pairs, (after - point, gradient - new_gradient)][-20:]
+        point, value, gradient = after, new_value, new_gradient
+    return point, residual, step
+
+
+def _lbfgs_direction(gradient: Tensor, pairs: list[tuple[Tensor, Tensor]], bound: Tensor) -> Tensor:
+    """The two-loop recursion for an ascent direction, from `diag(1/bound)`."""
+    kept = [(moved, bent, float(moved @ bent)) for moved, bent in pairs if float(moved @ bent) > 0]
+    direction, factors = gradient.clone(), []
+    for moved, bent, product in reversed(kept):
+        factors.append(float(moved @ direction) / product)
+        direction = direction - factors[-1] * bent
+    direction = direction / bound
+    for (moved, bent, product), factor in zip(kept, reversed(factors), strict=True):
+        direction = direction + (factor - float(bent @ direction) / product) * moved
+    return direction
 
 
 @dataclass(frozen=True)
@@ -73,7 +118,6 @@ class _Group:
     label: str
     members: tuple[str, ...]
     shape: torch.Size
-    size: int
 
 
 @dataclass(frozen=True)
@@ -85,7 +129,6 @@ class _Space:
     noise: bool
     start: Tensor
     free: Tensor
-    weight: Tensor
     held: tuple[str, ...]
 
     def precisions(self, point: Tensor) -> dict[str, Tensor]:
@@ -102,18 +145,18 @@ class _Space:
             prior=GaussianPrior(by_name, mean), noise=point[-1].clamp(-_EDGE, _EDGE).exp() if self.noise else None
         )
 
-    def evidence(self, point: Tensor) -> Tensor:
-        return self.at(point).log_evidence()
-
-    def residual(self, point: Tensor) -> float:
-        """The largest relative violation of the optimality conditions among what may move."""
+    def evidence(self, point: Tensor) -> tuple[float, Tensor]:
+        """Its value and its gradient, 0 for what is held."""
         moving = point.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(self.evidence(moving), moving)
+        value = self.at(moving).log_evidence()
+        (gradient,) = torch.autograd.grad(value, moving)
+        return value.item(), torch.where(self.free & (point.abs() < _EDGE), gradient, torch.zeros_like(gradient))
+
+    def sizes(self, point: Tensor) -> Tensor:
+        """What the gradient is measured against: `λ_g ‖θ*_g − μ₀‖²` of each group, T times the observations."""
         posterior = self.at(point).posterior
         weighted = {
-            name: (
-                precision * (posterior.weights[name].double() + posterior.step[name] - posterior.means[name]).square()
-            )
+            name: precision * (posterior.weights[name].double() + posterior.step[name] - posterior.means[name]).square()
             for name, precision in posterior.precisions.items()
         }
         scales = [
@@ -124,25 +167,7 @@ class _Space:
         if self.noise:
             observations = self.la.curvature.statistics.observations * posterior.temperature
             scale = torch.cat([scale, observations[None]])
-        ratio = 2 * gradient.abs() / scale.clamp(min=1e-300)
-        ratio = torch.where(self.free & (point.abs() < _EDGE), ratio, torch.zeros_like(ratio))
-        return float(ratio.max())
-
-    def ascend(self, point: Tensor) -> Tensor:
-        """One round of L-BFGS, each coordinate scaled by the root of the number of parameters it speaks for."""
-        scaled = (point * self.weight).requires_grad_()
-        optimizer = torch.optim.LBFGS(
-            [scaled], max_iter=100, history_size=20, tolerance_grad=0, tolerance_change=0, line_search_fn="strong_wolfe"
-        )
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = -self.evidence(torch.where(self.free, scaled / self.weight, point))
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        return torch.where(self.free, scaled.detach() / self.weight, point)
+        return scale.clamp(min=1e-300)
 
     def at_edge(self, point: Tensor) -> list[str]:
         edge = self.free & (point.abs() >= _EDGE)
@@ -156,7 +181,7 @@ def _space(la: Laplace, groups: Groups, noise: bool) -> _Space:
     posterior._gaussian()
     names = labels(groups, [layer for block in la.curvature.blocks for layer in block.layers])
     curvature = _curvature_diagonal(la)
-    found, starts, frees, weights, held = list[_Group](), list[Tensor](), list[Tensor](), list[Tensor](), list[str]()
+    found, starts, frees, held = list[_Group](), list[Tensor](), list[Tensor](), list[str]()
     for label in dict.fromkeys(names.values()):
         members = tuple(name for name, other in names.items() if other == label)
         distance = torch.cat(
@@ -168,12 +193,12 @@ def _space(la: Laplace, groups: Groups, noise: bool) -> _Space:
         )
         curved, apart = diagonal > 0, (distance > 0) | torch.tensor(la.center != "network")
         if groups == "parameter":
-            group = _Group(label, members, posterior.sizes[members[0]], 1)
+            group = _Group(label, members, posterior.sizes[members[0]])
             start = torch.where(
                 curved & apart, _diagonal_optimum(posterior.likelihood_scale * diagonal, distance), current
             )
         else:
-            group = _Group(label, members, torch.Size(()), distance.numel())
+            group = _Group(label, members, torch.Size(()))
             start = current.log().mean().exp()[None]
             curved, apart = curved.any()[None], apart.any()[None]
         for missing, reason in ((~curved, "without curvature (the data say nothing): the best precision is 0"),
@@ -188,17 +213,14 @@ def _space(la: Laplace, groups: Groups, noise: bool) -> _Space:
         found.append(group)
         starts.append(start.log())
         frees.append(curved & apart)
-        weights.append(torch.full_like(start, group.size))
     if noise and la.likelihood.noise is not None:
         statistics = la.curvature.statistics
         if statistics.squared_error <= 0:
             held.append("The squared error is 0: the best noise is 0; held.")
         starts.append(la._noise.detach().log()[None])
         frees.append(torch.tensor([statistics.squared_error > 0], device=starts[0].device))
-        weights.append(torch.full_like(starts[-1], max(1.0, statistics.observations)))
     has_noise = noise and la.likelihood.noise is not None
-    weight = torch.cat(weights).sqrt()
-    return _Space(la, tuple(found), has_noise, torch.cat(starts).detach(), torch.cat(frees), weight, tuple(held))
+    return _Space(la, tuple(found), has_noise, torch.cat(starts).detach(), torch.cat(frees), tuple(held))
 
 
 def _total(terms: list[Tensor]) -> Tensor:
