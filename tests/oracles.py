@@ -162,7 +162,9 @@ def kron_factors(
     count = 0
     for n in range(x.shape[0]):
         seen: list[tuple[Tensor, Tensor]] = []
-        handle = module.register_forward_hook(lambda _, args, out, seen=seen: seen.append((args[0], out.clone())) or seen[-1][1])
+        handle = module.register_forward_hook(
+            lambda _, args, out, seen=seen: seen.append((args[0], out.clone())) or seen[-1][1]
+        )
         outputs = model(x[n : n + 1])
         handle.remove()
         a = torch.cat([_positions(module, a) for a, _ in seen])  # [R, I]
@@ -198,7 +200,12 @@ def _flat_output(module: nn.Module, g: Tensor) -> Tensor:
 
 
 def log_evidence(
-    log_likelihood: float, matrix: Tensor, precision: Tensor, distance: Tensor, scale: float = 1.0, temperature: float = 1.0
+    log_likelihood: float,
+    matrix: Tensor,
+    precision: Tensor,
+    distance: Tensor,
+    scale: float = 1.0,
+    temperature: float = 1.0,
 ) -> float:
     """`T·log p(D) + log N(θ; μ₀, Π⁻¹) + (p/2) log 2π − ½ log det(scale·H + Π)` with Π diagonal `[p]`."""
     size = precision.numel()

@@ -52,9 +52,7 @@ def marginal(x: Tensor, y: Tensor, precision: float, noise: float, bias: bool) -
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("center", ["network", "newton"])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_bayesian_linear_regression(
-    structure: str, outputs: int, bias: bool, center: str, temperature: float
-) -> None:
+def test_bayesian_linear_regression(structure: str, outputs: int, bias: bool, center: str, temperature: float) -> None:
     x, y = data(outputs)
     mean, covariance, evidence = closed_form(x, y, 1.7, 0.4, temperature, bias)
     if temperature == 1.0:

@@ -79,7 +79,9 @@ def check(network: str, structure: str, kind: str, likelihood: str) -> None:
     torch.testing.assert_close(mean, oracles.evaluate(la.model, x), rtol=1e-12, atol=1e-12)
     wanted = torch.einsum("nci,ij,ndj->ncd", rows, inverse, rows)
     torch.testing.assert_close(covariance, wanted, rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(la.latent(x, diagonal=True).covariance, wanted.diagonal(dim1=1, dim2=2), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(
+        la.latent(x, diagonal=True).covariance, wanted.diagonal(dim1=1, dim2=2), rtol=1e-9, atol=1e-11
+    )
     flat = rows.flatten(0, 1)
     torch.testing.assert_close(la.latent(x, joint=True).covariance, flat @ inverse @ flat.T, rtol=1e-9, atol=1e-11)
     weights = torch.cat([block.pack(la.posterior.weights) for block in la.curvature.blocks])
@@ -143,7 +145,9 @@ def test_ekfac_is_closer_than_kron() -> None:
         ekfac, data = fitted(network, "ekfac", "ggn", "classification")
         kron, _ = fitted(network, "kron", "ggn", "classification")
         dense = oracles.curvature(ekfac, data)
-        for part, left, right in zip(oracles.layer_slices(ekfac), ekfac.curvature.blocks, kron.curvature.blocks, strict=True):
+        for part, left, right in zip(
+            oracles.layer_slices(ekfac), ekfac.curvature.blocks, kron.curvature.blocks, strict=True
+        ):
             own = dense[part, part]
             distance = [float((own - block.accumulator.matrix()).norm()) for block in (left, right)]
             assert distance[0] <= distance[1] + 1e-12

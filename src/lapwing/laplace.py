@@ -57,7 +57,7 @@ class Laplace:
         max_columns: most backward passes per batch.
         progress: show a bar where something takes longer than two seconds.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from lapwing import Laplace
         >>> model = torch.nn.Linear(3, 2)
@@ -128,6 +128,11 @@ class Laplace:
             return None
         ratios: Tensor | None = getattr(self.likelihood, "ratios", None)
         return float(self._noise) if ratios is None else self._noise.detach() * ratios
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
 
     @property
     def curvature(self) -> Curvature:
@@ -339,11 +344,10 @@ class Laplace:
 
     def _inputs(self, x: Any) -> Inputs:
         if isinstance(x, Mapping):
-            inputs = Inputs((), {key: value for key, value in x.items() if key != "labels"})
-        else:
-            inputs = Inputs(tuple(x) if isinstance(x, tuple | list) else (x,), {})
-        device = next(iter(self._state().weights.values())).device
-        inputs = inputs.to(device)
+            x = Inputs((), {key: value for key, value in x.items() if key != "labels"})
+        elif not isinstance(x, Inputs):
+            x = Inputs(tuple(x) if isinstance(x, tuple | list) else (x,), {})
+        inputs: Inputs = x.to(self.device)
         inputs.check_finite("predict")
         return inputs
 

@@ -24,8 +24,9 @@ class GaussianPrior:
     of a parameter's elements, or a tensor of its shape. The first matching glob counts, and every
     Bayesian parameter must match one. `mean` likewise (default 0), but unmatched names keep 0.
 
-    >>> GaussianPrior({"*.bias": 0.1, "*": 1.0})
-    GaussianPrior({'*.bias': 0.1, '*': 1})
+    Examples:
+        >>> GaussianPrior({"*.bias": 0.1, "*": 1.0})
+        GaussianPrior({'*.bias': 0.1, '*': 1})
     """
 
     precision: Value | Mapping[str, Value] = 1.0
@@ -115,8 +116,9 @@ def resolve(prior: Value | Mapping[str, Value] | Prior) -> Prior:
 def from_weight_decay(weight_decay: float, n: int) -> float:
     """The prior precision `n · weight_decay` that a weight decay means under a loss averaged over n examples.
 
-    >>> from_weight_decay(5e-4, 50_000)
-    25.0
+    Examples:
+        >>> from_weight_decay(5e-4, 50_000)
+        25.0
     """
     return float(positive(weight_decay, "weight_decay") * positive(n, "n"))
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lapwing.gradients import Layer
@@ -37,11 +37,10 @@ def example_axes(record: Record) -> tuple[ExampleAxis | None, ...]:
     )
 
 
-def layers(
-    record: Record, axes: tuple[ExampleAxis | None, ...], parameters: dict[str, nn.Parameter]
-) -> tuple[Layer, ...]:
+def layers(record: Record, axes: tuple[ExampleAxis | None, ...]) -> tuple[Layer, ...]:
     """Pairs where the self-check against autograd holds; every other parameter comes as rows."""
     vector, _ = _random(record)
+    parameters = record.parameters
     edges = [use.edge for use in record.uses]
     plain = _backward(record, edges, vector) if edges else []
     truth = dict(zip(parameters, _backward(record, list(parameters.values()), vector), strict=True))
@@ -131,7 +130,7 @@ def _agrees(
     return True
 
 
-def _rest(parameters: dict[str, nn.Parameter], covered: set[str], taken: set[str]) -> list[Layer]:
+def _rest(parameters: dict[str, Tensor], covered: set[str], taken: set[str]) -> list[Layer]:
     """The parameters that no rule covers, those of one module together."""
     modules: dict[str, list[str]] = {}
     for name in parameters:
@@ -149,7 +148,7 @@ def _rest(parameters: dict[str, nn.Parameter], covered: set[str], taken: set[str
     ]
 
 
-def _in_order(layers: list[Layer], parameters: dict[str, nn.Parameter]) -> tuple[Layer, ...]:
+def _in_order(layers: list[Layer], parameters: dict[str, Tensor]) -> tuple[Layer, ...]:
     order = {name: i for i, name in enumerate(parameters)}
     return tuple(sorted(layers, key=lambda layer: min(order[name] for name in layer.parameters)))
 

@@ -95,16 +95,19 @@ class Tape:
     def record(self, inputs: Inputs, create_graph: bool = False) -> Record:
         """Run the model under the recorder. The model must be borrowed (see `guard`)."""
         mailbox = _Mailbox()
-        recorder = _Recorder({id(parameter): name for name, parameter in self.parameters.items()}, mailbox)
+        parameters: dict[str, Tensor] = dict(self.parameters)
+        if create_graph:  # aliases, so that a backward pass of the user's through the result ends here
+            parameters = {name: value.detach().requires_grad_() for name, value in parameters.items()}
+        recorder = _Recorder({id(parameter): name for name, parameter in parameters.items()}, mailbox)
         with recorder, twice_differentiable(self.model) if create_graph else nullcontext():
-            outputs = read_output(self.model(*inputs.args, **inputs.kwargs), self.output)
+            outputs = self.forward(parameters, inputs) if create_graph else self.forward({}, inputs)
         if outputs.grad_fn is None:
             raise InputError(
                 "The model's output does not depend on any Bayesian parameter through autograd. Remove "
                 "torch.no_grad(), .detach() or torch.jit.script from its forward pass, or choose other weights."
             )
         self.output_size = outputs[0].numel()
-        record = Record(self, inputs, outputs, tuple(recorder.uses), mailbox, create_graph)
+        record = Record(self, inputs, outputs, parameters, tuple(recorder.uses), mailbox, create_graph)
         record.axes = self._example_axes(record)
         return record
 
@@ -113,7 +116,7 @@ class Tape:
         key = self._signature(record)
         if key not in self._axes or self.layers is None:
             axes = probe.example_axes(record)
-            layers = probe.layers(record, axes, self.parameters)
+            layers = probe.layers(record, axes)
             if self.layers is None:
                 self.layers = layers
             else:
@@ -134,10 +137,13 @@ class Tape:
         if self._fallback is None:
             assert self.layers is not None
             names = [name for layer in self.layers if layer.shape is None for name in layer.parameters]
-            self._fallback = PerExample(self._functional, {name: self.parameters[name] for name in names})
+            self._fallback = PerExample(self.forward, tuple(names))
         return self._fallback
 
-    def _functional(self, parameters: dict[str, Tensor], inputs: Inputs) -> Tensor:
+    def forward(self, parameters: dict[str, Tensor], inputs: Inputs) -> Tensor:
+        """The outputs `[N, ...]` of the model with some parameters replaced."""
+        if not parameters:
+            return read_output(self.model(*inputs.args, **inputs.kwargs), self.output)
         returned = torch.func.functional_call(self.model, parameters, inputs.args, inputs.kwargs)
         return read_output(returned, self.output)
 
@@ -149,6 +155,7 @@ class Record:
     tape: Tape
     inputs: Inputs
     outputs: Tensor
+    parameters: dict[str, Tensor]
     uses: tuple[Use, ...]
     mailbox: _Mailbox
     create_graph: bool
@@ -199,8 +206,7 @@ class Record:
         rows = [
             layer
             for layer in layers
-            if layer.shape is None
-            and any(id(self.tape.parameters[name]) in self.graph.leaves for name in layer.parameters)
+            if layer.shape is None and any(id(self.parameters[name]) in self.graph.leaves for name in layer.parameters)
         ]
         if rows:
             self._rows(columns, rows, consume, together)
@@ -268,18 +274,18 @@ class Record:
         for start in range(0, columns.count, step):
             part = columns.part(start, min(start + step, columns.count))
             for example, gradients in fallback.rows(
-                self.inputs, self.outputs, part, self.tape.budget, self.create_graph
+                self.inputs, self.outputs, self.parameters, part, self.tape.budget, self.create_graph
             ):
                 for layer in layers:
                     consume(layer, Rows(layer.pack(gradients), start, example))
 
     def gradient(self, scalar: Tensor) -> dict[str, Tensor]:
         """Plain autograd gradient of a scalar function of the outputs, by parameter."""
-        tensors = list(self.tape.parameters.values())
+        tensors = list(self.parameters.values())
         gradients = torch.autograd.grad(scalar, tensors, retain_graph=True, allow_unused=True)
         return {
             name: torch.zeros_like(tensor) if gradient is None else gradient
-            for name, tensor, gradient in zip(self.tape.parameters, tensors, gradients, strict=True)
+            for name, tensor, gradient in zip(self.parameters, tensors, gradients, strict=True)
         }
 
 

@@ -15,7 +15,7 @@ from lapwing.tape import Record
 def add_hessian(record: Record, likelihood: Likelihood, targets: Tensor, blocks: tuple[Block, ...]) -> None:
     """Add `−∇²_θ Σ_n log p(y_n|f(x_n, θ))` of each block, row by row through the gradient's own graph."""
     loss = -likelihood.log_prob(record.outputs, targets).sum()
-    parameters = record.tape.parameters
+    parameters = record.parameters
     for block in blocks:
         assert isinstance(block.accumulator, DenseAccumulator)
         tensors = [parameters[name] for name in block.parameters]

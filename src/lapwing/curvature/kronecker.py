@@ -56,16 +56,16 @@ class KroneckerAccumulator:
         self.examples += inputs.examples
 
     def _add_inputs(self, a: Tensor, bias: bool) -> None:
-        flat = a.transpose(0, 1).flatten(1, 2).to(self.inputs.dtype)  # [Q, n·R, I]
-        count, width = flat.shape[1:]
+        flat = a.permute(1, 3, 0, 2).flatten(2).to(self.inputs.dtype)  # [Q, I, n·R]
+        width, count = flat.shape[1:]
         if self.inputs.dim() == 2:
-            self.inputs[:, :width] += flat.square().sum(1)
+            self.inputs[:, :width] += flat.square().sum(2)
             self.inputs[:, width:] += count  # the bias, where there is one
         elif not bias:
-            self.inputs.baddbmm_(flat.mT, flat)
+            self.inputs.baddbmm_(flat, flat.mT)
         else:
-            sums = flat.sum(1)
-            self.inputs[:, :width, :width] += flat.mT @ flat
+            sums = flat.sum(2)
+            self.inputs[:, :width, :width] += flat @ flat.mT
             self.inputs[:, width, :width] += sums
             self.inputs[:, :width, width] += sums
             self.inputs[:, width, width] += count
@@ -73,10 +73,13 @@ class KroneckerAccumulator:
     def update(self, gradients: Gradients) -> None:
         assert isinstance(gradients, Pair)
         g = gradients.g.sum(3, keepdim=True) if self.reduce else gradients.g
-        flat = g.permute(2, 0, 1, 3, 4).flatten(1, 3).to(self.outputs.dtype)  # [Q, K·N·R, O]
+        g = g.to(self.outputs.dtype).permute(2, 0, 1, 3, 4)  # [Q, K, N, R, O]
         if self.outputs.dim() == 2:
-            self.outputs += flat.square().sum(1)
+            self.outputs += g.square().sum((1, 2, 3))
+        elif g.shape[4] < g.shape[3]:  # a small product per example is cheaper than a copy in another order
+            self.outputs += (g.mT @ g).sum((1, 2))
         else:
+            flat = g.flatten(1, 3)
             self.outputs.baddbmm_(flat.mT, flat)
 
     def merge(self, other: Self) -> Self:

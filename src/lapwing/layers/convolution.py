@@ -28,8 +28,10 @@ class Convolution:
 
     def inputs(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Tensor:
         x = axis.first(call.input, examples)[part]
-        patches = unfold(x.flatten(0, 1), call)  # [n·k, Q, I, R]
-        return torch.unflatten(patches, 0, x.shape[:2]).permute(0, 2, 1, 4, 3).flatten(2, 3)
+        count, others = x.shape[:2]
+        patches = unfold(x.flatten(0, 1), call)  # [Q, I, n·k, *positions]
+        patches = torch.unflatten(patches.flatten(3), 2, (count, others))
+        return patches.permute(2, 0, 3, 4, 1).flatten(2, 3)
 
     def gradients(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
         groups, outputs, _ = self.shape(call)
@@ -38,18 +40,18 @@ class Convolution:
 
 
 def unfold(x: Tensor, call: Call) -> Tensor:
-    """The patches that each position sees: `[B, C, *space]` to `[B, Q, I, R]`."""
+    """The patches that each position sees: `[B, C, *space]` to `[Q, I, B, *positions]`.
+
+    In this order one copy is enough, and `Σ a aᵀ` over examples and positions is one matrix product.
+    """
     kernel = call.weight.shape[2:]
-    stride, dilation, groups = call.options["stride"], call.options["dilation"], call.options["groups"]
-    x = functional.pad(x, _padding(call))
-    if len(kernel) == 2:
-        patches = functional.unfold(x, tuple(kernel), dilation=dilation, stride=stride)
-        return torch.unflatten(patches, 1, (groups, -1))
-    for dimension, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+    x = functional.pad(x, _padding(call)).transpose(0, 1)
+    sizes = zip(kernel, call.options["stride"], call.options["dilation"], strict=True)
+    for dimension, (size, step, gap) in enumerate(sizes, start=2):
         x = x.unfold(dimension, gap * (size - 1) + 1, step)[..., ::gap]
-    space = range(2, 2 + len(kernel))
-    x = x.permute(0, 1, *(axis + len(kernel) for axis in space), *space)  # [B, C, *kernel, *positions]
-    return torch.unflatten(x.flatten(2 + len(kernel)).flatten(1, 1 + len(kernel)), 1, (groups, -1))
+    order = (0, *range(2 + len(kernel), 2 + 2 * len(kernel)), *range(1, 2 + len(kernel)))
+    x = x.permute(order)  # [C, *kernel, B, *positions], still a view
+    return x.reshape(call.options["groups"], -1, *x.shape[1 + len(kernel) :])
 
 
 def _padding(call: Call) -> list[int]:

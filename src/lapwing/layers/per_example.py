@@ -25,46 +25,53 @@ Forward = Callable[[dict[str, Tensor], Inputs], Tensor]
 
 @dataclass
 class PerExample:
-    """Per-example gradients of `parameters`; remembers whether vmap works for this network."""
+    """Per-example gradients of the parameters `names`; remembers whether vmap works for this network."""
 
     forward: Forward
-    parameters: dict[str, Tensor]
+    names: tuple[str, ...]
     method: str = field(default="vmap", init=False)
 
     def rows(
-        self, inputs: Inputs, outputs: Tensor, columns: Tensor, budget: int, create_graph: bool
+        self,
+        inputs: Inputs,
+        outputs: Tensor,
+        parameters: dict[str, Tensor],
+        columns: Tensor,
+        budget: int,
+        create_graph: bool,
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Yield `(start, {name: [K, n, *size]})`: gradients of `columns[k, n] · f_n` by parameter.
 
         `outputs` `[N, ...]` are those of the batch; they must agree with the outputs of its parts,
         which shows that the inputs were split along the right axis and examples do not interact.
         """
-        if not self.parameters:
-            return
         examples = outputs.shape[0]
         split = inputs.split(examples)
-        size = sum(parameter.numel() for parameter in self.parameters.values()) + outputs[0].numel()
+        size = sum(parameters[name].numel() for name in self.names) + outputs[0].numel()
         step = max(1, math.floor(budget / (columns.shape[0] * size * outputs.element_size())))
         for start in range(0, examples, step):
             part = slice(start, min(start + step, examples))
             if self.method == "vmap":
                 try:
-                    values, gradients = self._vmapped(split, part, columns[:, part], create_graph)
+                    values, gradients = self._vmapped(split, part, parameters, columns[:, part], create_graph)
                     self._check(values, outputs[part])
                 except (RuntimeError, ValueError, NotImplementedError, TypeError, IndexError) as refusal:
                     self.method = "loop"
                     logger.info("vmap refused, looping over examples instead: %s", refusal)
             if self.method == "loop":
-                values, gradients = self._looped(split, part, columns[:, part], create_graph)
+                values, gradients = self._looped(split, part, parameters, columns[:, part], create_graph)
                 self._check(values, outputs[part])
             yield start, gradients
 
     def _vmapped(
-        self, split: SplitInputs, part: slice, columns: Tensor, create_graph: bool
+        self, split: SplitInputs, part: slice, parameters: dict[str, Tensor], columns: Tensor, create_graph: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        fixed = {name: value.detach() for name, value in parameters.items()}
+        moving = {name: fixed.pop(name) for name in self.names}
+
         def one(column: Tensor, *leaves: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             example = split.join([leaf.unsqueeze(0) for leaf in leaves])
-            value, pull, *_ = torch.func.vjp(lambda parameters: self.forward(parameters, example)[0], self.parameters)
+            value, pull, *_ = torch.func.vjp(lambda moved: self.forward(fixed | moved, example)[0], moving)
             return value, torch.func.vmap(pull)(column)[0]
 
         leaves = [leaf[part] for leaf in split.examples()]
@@ -76,12 +83,12 @@ class PerExample:
         return values, gradients
 
     def _looped(
-        self, split: SplitInputs, part: slice, columns: Tensor, create_graph: bool
+        self, split: SplitInputs, part: slice, parameters: dict[str, Tensor], columns: Tensor, create_graph: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        names, tensors = list(self.parameters), list(self.parameters.values())
+        tensors = [parameters[name] for name in self.names]
         values, rows = [], []
         for n in range(part.start, part.stop):
-            value = self.forward(self.parameters, split.part(n, n + 1))
+            value = self.forward(parameters, split.part(n, n + 1))
             values.append(value if create_graph else value.detach())
             row = []
             for column in columns[:, n - part.start]:
@@ -93,7 +100,7 @@ class PerExample:
             rows.append(row)
         stacked = {
             name: torch.stack([torch.stack([gradients[i] for gradients in row]) for row in rows], dim=1)
-            for i, name in enumerate(names)
+            for i, name in enumerate(self.names)
         }
         return torch.cat(values), stacked
 

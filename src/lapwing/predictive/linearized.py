@@ -44,7 +44,8 @@ def latent(tape: Tape, posterior: Posterior, inputs: Inputs, joint: bool, diagon
             f"The linearized prediction of {count} outputs per example takes as many backward passes, more than "
             f"max_columns={max_columns}. Use predict(method='sampled'), or raise max_columns."
         )
-    step = record.examples if joint else _examples_at_once(record, 1 if diagonal else count)
+    dense = max((block.size for block in posterior.spectrum.blocks if len(block.layers) > 1), default=0)
+    step = record.examples if joint else _examples_at_once(record, 1 if diagonal else count, dense)
     if step >= record.examples:
         found = _moments(record, posterior, joint, diagonal)
     else:
@@ -57,9 +58,13 @@ def latent(tape: Tape, posterior: Posterior, inputs: Inputs, joint: bool, diagon
     return found if create_graph else Latent(found.mean.detach(), found.covariance.detach())
 
 
-def _examples_at_once(record: Record, columns: int) -> int:
-    """As many examples as let the gradients of all layers for `columns` outputs fit into the budget."""
-    size = sum(use.output.numel() for use in record.uses) * record.outputs.element_size() * columns
+def _examples_at_once(record: Record, columns: int, dense: int) -> int:
+    """As many examples as let the gradients of all layers for `columns` outputs fit into the budget.
+
+    `dense` is the size of a block that wants the gradients of several layers side by side.
+    """
+    numbers = sum(use.output.numel() for use in record.uses) + 2 * dense * record.examples
+    size = numbers * record.outputs.element_size() * columns
     return max(1, int(record.examples * min(1.0, record.tape.budget / max(1, 2 * size))))
 
 

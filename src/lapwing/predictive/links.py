@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InputError, choose
-from lapwing.predictive.prediction import BinaryPrediction, ClassPrediction
+from lapwing.predictive.prediction import BinaryPrediction, ClassPrediction, Entropies
 
 LINKS = ("probit", "mc")
 
@@ -36,10 +36,10 @@ def categorical_link(
     if covariance is None:
         return ClassPrediction(log_probs, dim)
 
-    def information() -> Tensor:
-        return ClassPrediction.mixture(_draw(mean, covariance, samples, generator).softmax(dim + 1), dim).epistemic
+    def entropies() -> Entropies:
+        return ClassPrediction.mixture(_draw(mean, covariance, samples, generator).softmax(dim + 1), dim).sampled()
 
-    return ClassPrediction(log_probs, dim, information)
+    return ClassPrediction(log_probs, dim, entropies)
 
 
 def bernoulli_link(
@@ -55,7 +55,7 @@ def bernoulli_link(
     if link == "mc":
         return sampled()
     probs = torch.sigmoid(mean / (1 + math.pi / 8 * variance).sqrt())
-    return BinaryPrediction(probs, lambda: sampled().epistemic)
+    return BinaryPrediction(probs, lambda: sampled().sampled())
 
 
 def _draw(mean: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:

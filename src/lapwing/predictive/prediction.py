@@ -44,7 +44,25 @@ class Prediction(Protocol):
         """The predictive distribution as a `torch.distributions` object."""
 
 
-def _unavailable() -> Tensor:
+@dataclass(frozen=True)
+class Entropies:
+    """Entropy of a mixture and what remains of it on average within its components."""
+
+    total: Tensor
+    within: Tensor
+
+    @property
+    def information(self) -> Tensor:
+        """Mutual information between label and component, `total − within`."""
+        return (self.total - self.within).clamp(min=0)
+
+    @property
+    def share(self) -> Tensor:
+        """The part of the entropy that is mutual information, between 0 and 1."""
+        return self.information / self.total.clamp(min=torch.finfo(self.total.dtype).tiny)
+
+
+def _unavailable() -> Entropies:
     raise InputError(
         "The mutual information needs the covariance between outputs, which the closed-form link left out "
         "for so many outputs. Use la.predict(x, link='mc')."
@@ -57,19 +75,20 @@ class ClassPrediction:
 
     Uncertainty is measured as entropy in nats: `entropy = aleatoric + epistemic`, where `epistemic` is
     the mutual information between label and weights. Sampled predictions have it exactly for their
-    samples; a closed-form link takes it from Monte Carlo in output space, drawn when first asked for.
+    samples. A closed form says nothing of it: there Monte Carlo in output space, drawn when first asked
+    for, gives `mutual_information` and the shares in which `entropy` is split.
     """
 
     log_probs: Tensor
     dim: int
-    information: Callable[[], Tensor] = field(default=_unavailable, repr=False)
+    sampled: Callable[[], Entropies] = field(default=_unavailable, repr=False)
 
     @staticmethod
     def mixture(probs: Tensor, dim: int) -> ClassPrediction:
         """The equal mixture of `probs: [S, N, *output]`, classes along `dim` of one sample."""
         mean = probs.mean(0)
-        gap = _entropy(mean, dim) - _entropy(probs, dim + 1).mean(0)
-        return ClassPrediction(mean.log(), dim, lambda: gap.clamp(min=0))
+        entropies = Entropies(_entropy(mean, dim), _entropy(probs, dim + 1).mean(0))
+        return ClassPrediction(mean.log(), dim, lambda: entropies)
 
     @cached_property
     def probs(self) -> Tensor:
@@ -92,25 +111,40 @@ class ClassPrediction:
         return _entropy(self.probs, self.dim)
 
     @cached_property
-    def epistemic(self) -> Tensor:
-        """Mutual information between label and weights."""
-        return self.information()
+    def _entropies(self) -> Entropies:
+        return self.sampled()
 
     @property
     def mutual_information(self) -> Tensor:
-        """Another name for `epistemic`."""
-        return self.epistemic
+        """Mutual information between label and weights, of the samples."""
+        return self._entropies.information
+
+    @property
+    def epistemic(self) -> Tensor:
+        """The part of `entropy` that comes from not knowing the weights."""
+        return self.entropy * self._entropies.share
 
     @property
     def aleatoric(self) -> Tensor:
-        """`entropy − epistemic`, the expected entropy."""
+        """`entropy − epistemic`, the part that more data would not remove."""
         return self.entropy - self.epistemic
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        chosen = self.log_probs.gather(self.dim, targets.long().unsqueeze(self.dim)).squeeze(self.dim)
+        """Log probability of class indices `[N, *positions]`, summed over positions: `[N]`.
+
+        Negative indices (such as `ignore_index`) are not observed and add 0.
+        """
+        expected = self.log_probs.select(self.dim, 0).shape
+        if targets.shape != expected or targets.is_floating_point():
+            raise InputError(f"log_prob needs class indices of shape {list(expected)}, got {list(targets.shape)}.")
+        observed = targets >= 0
+        index = targets.long().masked_fill(~observed, 0).unsqueeze(self.dim)
+        chosen = self.log_probs.gather(self.dim, index).squeeze(self.dim)
+        chosen = torch.where(observed, chosen, torch.zeros_like(chosen))
         return chosen.flatten(1).sum(1) if chosen.dim() > 1 else chosen
 
     def distribution(self) -> Distribution:
+        """`torch.distributions.Categorical` with the classes last."""
         return Categorical(logits=self.log_probs.movedim(self.dim, -1))
 
 
@@ -119,14 +153,14 @@ class BinaryPrediction:
     """A probability of "yes" for each output, `probs: [N, *output]`; entropies per output in nats."""
 
     probs: Tensor
-    information: Callable[[], Tensor] = field(repr=False)
+    sampled: Callable[[], Entropies] = field(repr=False)
 
     @staticmethod
     def mixture(probs: Tensor) -> BinaryPrediction:
         """The equal mixture of `probs: [S, N, *output]`."""
         mean = probs.mean(0)
-        gap = _binary_entropy(mean) - _binary_entropy(probs).mean(0)
-        return BinaryPrediction(mean, lambda: gap.clamp(min=0))
+        entropies = Entropies(_binary_entropy(mean), _binary_entropy(probs).mean(0))
+        return BinaryPrediction(mean, lambda: entropies)
 
     @property
     def labels(self) -> Tensor:
@@ -144,26 +178,34 @@ class BinaryPrediction:
         return _binary_entropy(self.probs)
 
     @cached_property
-    def epistemic(self) -> Tensor:
-        """Mutual information between each label and the weights."""
-        return self.information()
+    def _entropies(self) -> Entropies:
+        return self.sampled()
 
     @property
     def mutual_information(self) -> Tensor:
-        """Another name for `epistemic`."""
-        return self.epistemic
+        """Mutual information between label and weights, of the samples."""
+        return self._entropies.information
+
+    @property
+    def epistemic(self) -> Tensor:
+        """The part of `entropy` that comes from not knowing the weights."""
+        return self.entropy * self._entropies.share
 
     @property
     def aleatoric(self) -> Tensor:
-        """`entropy − epistemic`."""
+        """`entropy − epistemic`, the part that more data would not remove."""
         return self.entropy - self.epistemic
 
     def log_prob(self, targets: Tensor) -> Tensor:
+        """Log probability of targets 0 or 1 `[N, *output]`, summed over outputs: `[N]`."""
+        if targets.shape != self.probs.shape:
+            raise InputError(f"targets of shape {list(targets.shape)} against outputs of {list(self.probs.shape)}.")
         terms = torch.special.xlogy(targets, self.probs) + torch.special.xlogy(1 - targets, 1 - self.probs)
         total: Tensor = terms.flatten(1).sum(1) if terms.dim() > 1 else terms
         return total
 
     def distribution(self) -> Distribution:
+        """`torch.distributions.Bernoulli`."""
         return Bernoulli(probs=self.probs)
 
 
@@ -183,10 +225,12 @@ class RegressionPrediction:
 
     @property
     def variance(self) -> Tensor:
+        """Total variance: `[N, *output]`."""
         return self.aleatoric + self.epistemic
 
     @property
     def std(self) -> Tensor:
+        """Its square root."""
         return torch.sqrt(self.variance)
 
     def interval(self, probability: float = 0.95) -> tuple[Tensor, Tensor]:
@@ -197,6 +241,7 @@ class RegressionPrediction:
         return self.mean - width, self.mean + width
 
     def log_prob(self, targets: Tensor) -> Tensor:
+        """Log density of targets `[N, *output]`, jointly over the outputs: `[N]`."""
         if targets.shape != self.mean.shape:
             raise InputError(f"targets of shape {list(targets.shape)} against means of {list(self.mean.shape)}.")
         if self.covariance is not None and self.mean.dim() > 1:

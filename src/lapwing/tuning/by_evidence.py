@@ -140,6 +140,8 @@ class _Space:
     def at(self, point: Tensor) -> Laplace:
         values = self.precisions(point)
         by_name = {name: values[group.label] for group in self.groups for name in group.members}
+        if len(self.groups) == 1 and not self.groups[0].shape:
+            by_name = {"*": values[self.groups[0].label]}
         mean = self.la.posterior._gaussian().mean
         return self.la.at(
             prior=GaussianPrior(by_name, mean), noise=point[-1].clamp(-_EDGE, _EDGE).exp() if self.noise else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from lapwing.batches import unpack
-from lapwing.errors import InputError, choose
+from lapwing.errors import InputError, TuningWarning, choose
 from lapwing.predictive.prediction import BinaryPrediction, ClassPrediction, Prediction
 from lapwing.tuning.result import Tuning
 
@@ -29,8 +30,10 @@ def log_score(prediction: Prediction, targets: Tensor) -> Tensor:
 def brier_score(prediction: Prediction, targets: Tensor) -> Tensor:
     """Negative squared distance of the probabilities from the truth: `[N]`, higher is better."""
     if isinstance(prediction, ClassPrediction):
-        one_hot = torch.zeros_like(prediction.probs).scatter_(prediction.dim, targets.unsqueeze(prediction.dim), 1.0)
-        return -(prediction.probs - one_hot).square().flatten(1).sum(1)
+        observed = (targets >= 0).unsqueeze(prediction.dim)
+        index = targets.long().unsqueeze(prediction.dim).masked_fill(~observed, 0)
+        one_hot = torch.zeros_like(prediction.probs).scatter_(prediction.dim, index, 1.0)
+        return -((prediction.probs - one_hot).square() * observed).flatten(1).sum(1)
     if isinstance(prediction, BinaryPrediction):
         return -(prediction.probs - targets).square().reshape(targets.shape[0], -1).sum(1)
     raise InputError("score='brier' is for classification; use 'log' for regression.")
@@ -64,11 +67,15 @@ def tune_by_validation(
         raise InputError("tune_prior(method='validation') needs at least one candidate.")
     batches = loader if isinstance(loader, Sequence) or iter(loader) is not loader else list(loader)
     seed: torch.Generator | None = predict.pop("generator", None)
-    results: list[tuple[dict[str, Any], float]] = []
-    for option in tqdm(options, "tune prior", delay=2, leave=False, disable=not la.progress):
+
+    def score_of(candidate: Laplace) -> float:
         if seed is not None:  # the same noise for every candidate
             predict["generator"] = torch.Generator(seed.device).set_state(seed.get_state())
-        results.append((option, _mean_score(la.at(**option), batches, scorer, predict)))
+        return _mean_score(candidate, batches, scorer, predict)
+
+    start = score_of(la)
+    bar = tqdm(options, "tune prior", delay=2, leave=False, disable=not la.progress)
+    results = [(option, score_of(la.at(**option))) for option in bar]
     finite = [(option, value) for option, value in results if math.isfinite(value)]
     if not finite:
         raise InputError(
@@ -76,16 +83,25 @@ def tune_by_validation(
             "give other candidates."
         )
     best, value = max(finite, key=lambda item: item[1])
-    start = _mean_score(la, batches, scorer, predict)
-    return la.at(**best), Tuning("validation", start, value, True, len(results), candidates=results)
+    messages = []
+    if len(priors) > 2 and best["prior"] in (priors[0], priors[-1]) and isinstance(best["prior"], float | int):
+        messages.append(
+            f"The best prior precision, {best['prior']:.3g}, is at the end of the candidates; the optimum may lie "
+            "beyond. Give others with candidates=[...]."
+        )
+    for message in messages:
+        warnings.warn(message, TuningWarning, stacklevel=3)
+    return la.at(**best), Tuning(
+        "validation", start, value, True, len(results), candidates=results, warnings=tuple(messages)
+    )
 
 
 def _mean_score(la: Laplace, batches: Iterable[Any], score: Score, predict: dict[str, Any]) -> float:
     total, count = 0.0, 0
     for number, batch in enumerate(batches):
         inputs, targets = unpack(batch, f"Validation batch {number}", la.unpack)
-        x = inputs.kwargs if inputs.kwargs else inputs.args
-        values = score(la.predict(x, **predict), targets)
+        prediction = la.predict(inputs, **predict)
+        values = score(prediction, targets.to(la.device))
         total += float(values.double().sum())
         count += values.numel()
     if count == 0:
