@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lapwing.layers.rule import Moments
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -65,6 +67,7 @@ class Inputs:
     """The inputs `a: [N, Q, R, I]` of a layer, unfolded only for the examples asked for."""
 
     read: tuple[Callable[[slice], Tensor], ...]
+    read_moments: tuple[Callable[[slice], Moments], ...]
     examples: int
     bias: bool
 
@@ -72,6 +75,10 @@ class Inputs:
         """`[n, Q, R, I]`, the positions of all uses side by side; the bias is not a column here."""
         parts = [read(slice(start, stop)) for read in self.read]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def moments(self, start: int, stop: int) -> list[Moments]:
+        """The moments of `a`, one for each use."""
+        return [read(slice(start, stop)) for read in self.read_moments]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,8 +27,10 @@ from lapwing.graph import Graph, walk
 from lapwing.guard import twice_differentiable
 from lapwing.layers import RULES, Call, ExampleAxis, Rule
 from lapwing.layers.per_example import PerExample
+from lapwing.layers.rule import Moments
 
 Consume = Callable[[Layer, Gradients], None]
+_SMALL = 2**18  # bytes of a gradient below which it waits for the other columns
 
 
 @dataclass(frozen=True)
@@ -172,37 +174,46 @@ class Record:
             self._graph = walk(self.outputs, [use.edge for use in self.uses])
         return self._graph
 
+    def uses_of(self, layer: Layer) -> list[int]:
+        """The uses of a layer's weight that the outputs depend on."""
+        weight = layer.parameters[0]
+        return [i for i, use in enumerate(self.uses) if use.weight == weight and self.graph.reached[i]]
+
     def layer_inputs(self, layer: Layer) -> LayerInputs | None:
         """`a` of a layer that is read as a pair; None if this pass did not reach it."""
-        uses = [i for i, use in enumerate(self.uses) if use.weight == layer.parameters[0] and self.graph.reached[i]]
+        uses = self.uses_of(layer)
         if layer.shape is None or not uses:
             return None
-        return LayerInputs(tuple(self._reader(i) for i in uses), self.examples, len(layer.parameters) == 2)
+        readers, moments = zip(*(self._readers(i) for i in uses), strict=True)
+        return LayerInputs(readers, moments, self.examples, len(layer.parameters) == 2)
 
-    def _reader(self, index: int) -> Callable[[slice], Tensor]:
+    def _readers(self, index: int) -> tuple[Callable[[slice], Tensor], Callable[[slice], Moments]]:
         use, axis, examples = self.uses[index], self.axes[index], self.examples
         assert axis is not None
-        create_graph = self.create_graph
-
-        def read(part: slice) -> Tensor:
-            a = use.rule.inputs(use.call, axis, examples, part)
-            return a if create_graph else a.detach()
-
-        return read
+        call = use.call if self.create_graph else replace(use.call, input=use.call.input.detach())
+        return (
+            lambda part: use.rule.inputs(call, axis, examples, part),
+            lambda part: use.rule.moments(call, axis, examples, part),
+        )
 
     def sweep(self, columns: Columns, consume: Consume, together: bool, wanted: Collection[str]) -> None:
         """Backpropagate `columns` and hand the per-example gradients of the `wanted` layers to `consume`.
 
-        Layers that are read as a pair come in chunks of columns, and each gradient is freed once
-        used; with `together` all columns of a layer come at once. Rows come in ranges of examples,
-        always with all the columns.
+        Layers that are read as a pair come in chunks of columns, and each gradient is freed once used;
+        with `together` all columns of a layer come at once. Rows come in ranges of examples, and of columns
+        where all do not fit.
         """
         layers = [layer for layer in self.tape.layers or () if layer.name in wanted]
         pairs = {layer.parameters[0]: layer for layer in layers if layer.shape is not None}
-        step = columns.count if together else self._columns_at_once()
+        step = columns.count if together else min(columns.count, self._columns_at_once())
         if pairs:
             for start in range(0, columns.count, step):
-                self._pairs(columns.part(start, min(start + step, columns.count)), start, pairs, consume)
+                part = columns.part(start, min(start + step, columns.count))
+                delivery = _Delivery(self, pairs, consume, start, part.shape[0], together)
+                if self.graph.batchable and part.shape[0] > 1:
+                    delivery.at_once(part)
+                else:
+                    delivery.one_by_one(part)
         rows = [
             layer
             for layer in layers
@@ -212,56 +223,13 @@ class Record:
             self._rows(columns, rows, consume, together)
 
     def _columns_at_once(self) -> int:
-        """Several columns in one batched pass pay where every use is a plain matrix product."""
+        """As many columns as may wait for each other. In one batched pass if every use is a matrix product."""
         if not self.graph.batchable:
-            return 1
+            return 64
         size = sum(use.output.numel() for use in self.uses) * self.outputs.element_size()
         return max(1, min(10, self.tape.budget // max(1, 2 * size)))
 
-    def _pairs(self, columns: Tensor, first: int, layers: dict[str, Layer], consume: Consume) -> None:
-        waiting: dict[str, dict[int, list[Tensor]]] = {}
-        expected = {
-            name: [i for i, use in enumerate(self.uses) if use.weight == name and self.graph.reached[i]]
-            for name in layers
-        }
-
-        def listen(index: int, gradient: Tensor) -> None:
-            name = self.uses[index].weight
-            if name not in layers:
-                return
-            arrived = waiting.setdefault(name, {i: [] for i in expected[name]})
-            arrived[index].append(gradient if self.create_graph else gradient.detach())
-            if all(len(found) == columns.shape[0] for found in arrived.values()):
-                del waiting[name]
-                hand_on(name, {i: torch.stack(found) for i, found in arrived.items()})
-
-        def hand_on(name: str, arrived: dict[int, Tensor]) -> None:
-            inputs = self.layer_inputs(layers[name])
-            assert inputs is not None
-            parts = []
-            for i, gradient in arrived.items():
-                use, axis = self.uses[i], self.axes[i]
-                assert axis is not None
-                parts.append(use.rule.gradients(use.call, gradient.to(use.call.input.dtype), axis, self.examples))
-            g = parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
-            consume(layers[name], Pair(inputs, g, first))
-
-        if columns.shape[0] > 1 and self.graph.batchable:
-            reached = [i for i, found in enumerate(self.graph.reached) if found and self.uses[i].weight in layers]
-            delivered = self._grad([self.uses[i].edge for i in reached], columns, batched=True)
-            gradients = {i: g for i, g in zip(reached, delivered, strict=True) if g is not None}
-            for name, indices in expected.items():
-                if indices:
-                    hand_on(name, {i: gradients.pop(i) for i in indices})
-            return
-        self.mailbox.listener = listen
-        try:
-            for column in columns:
-                self._grad([self.uses[i].edge for i in self.graph.frontier], column, batched=False)
-        finally:
-            self.mailbox.listener = None
-
-    def _grad(self, edges: list[GradientEdge], vectors: Tensor, batched: bool) -> tuple[Tensor | None, ...]:
+    def grad(self, edges: list[GradientEdge], vectors: Tensor, batched: bool) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(
             self.outputs, edges, vectors, retain_graph=True, create_graph=self.create_graph, allow_unused=True,
             is_grads_batched=batched,
@@ -287,6 +255,76 @@ class Record:
             name: torch.zeros_like(tensor) if gradient is None else gradient
             for name, tensor, gradient in zip(self.parameters, tensors, gradients, strict=True)
         }
+
+
+@dataclass
+class _Delivery:
+    """Collects the gradients of a few columns at the uses of each layer, and hands them on as pairs.
+
+    Where columns are backpropagated one by one, large gradients are handed on as they arrive; small ones
+    wait for all the columns, as a call for each would cost more than the work.
+    """
+
+    record: Record
+    layers: dict[str, Layer]
+    consume: Consume
+    first: int
+    columns: int
+    together: bool
+    arrived: dict[str, dict[int, list[Tensor]]] = field(default_factory=dict)
+    uses: dict[str, list[int]] = field(init=False)
+    handed: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.uses = {name: self.record.uses_of(layer) for name, layer in self.layers.items()}
+        self.handed = dict.fromkeys(self.layers, 0)
+
+    def at_once(self, columns: Tensor) -> None:
+        """All columns in one batched backward pass."""
+        wanted = [i for indices in self.uses.values() for i in indices]
+        delivered = self.record.grad([self.record.uses[i].edge for i in wanted], columns, batched=True)
+        gradients = dict(zip(wanted, delivered, strict=True))
+        for name, indices in self.uses.items():
+            if indices:
+                self._hand_on(name, [gradients.pop(i) for i in indices])
+
+    def one_by_one(self, columns: Tensor) -> None:
+        """One backward pass per column; hooks on the uses deliver its gradients as they exist."""
+        frontier = [self.record.uses[i].edge for i in self.record.graph.frontier]
+        self.record.mailbox.listener = self._listen
+        try:
+            for column in columns:
+                self.record.grad(frontier, column, batched=False)
+        finally:
+            self.record.mailbox.listener = None
+
+    def _listen(self, index: int, gradient: Tensor) -> None:
+        name = self.record.uses[index].weight
+        if name not in self.layers:
+            return
+        found = self.arrived.setdefault(name, {i: [] for i in self.uses[name]})
+        found[index].append(gradient if self.record.create_graph else gradient.detach())
+        counts = {len(values) for values in found.values()}
+        waits = self.together or gradient.numel() * gradient.element_size() <= _SMALL
+        if counts == {self.columns - self.handed[name] if waits else 1}:
+            del self.arrived[name]
+            self._hand_on(name, [_stack(values) for values in found.values()])
+
+    def _hand_on(self, name: str, gradients: list[Tensor | None]) -> None:
+        record, layer, parts = self.record, self.layers[name], []
+        for i, gradient in zip(self.uses[name], gradients, strict=True):
+            use, axis = record.uses[i], record.axes[i]
+            assert axis is not None and gradient is not None
+            parts.append(use.rule.gradients(use.call, gradient.to(use.call.input.dtype), axis, record.examples))
+        inputs = record.layer_inputs(layer)
+        assert inputs is not None
+        g = parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
+        self.consume(layer, Pair(inputs, g, self.first + self.handed[name]))
+        self.handed[name] += g.shape[0]
+
+
+def _stack(gradients: list[Tensor]) -> Tensor:
+    return gradients[0].unsqueeze(0) if len(gradients) == 1 else torch.stack(gradients)
 
 
 def _check_same(known: tuple[Layer, ...], found: tuple[Layer, ...]) -> None:

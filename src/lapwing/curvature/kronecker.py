@@ -17,6 +17,7 @@ from lapwing.curvature.accumulator import Decomposition, eigh
 from lapwing.errors import InputError
 from lapwing.gradients import Gradients, Pair
 from lapwing.gradients import Inputs as LayerInputs
+from lapwing.layers.rule import Moments, moments_of
 
 
 @dataclass
@@ -49,26 +50,34 @@ class KroneckerAccumulator:
     def observe(self, inputs: LayerInputs) -> None:
         first = inputs.part(0, 1)  # says how much memory one example takes
         step = max(1, math.floor(self.budget / (4 * first.numel() * first.element_size())))
+        dense = self.inputs.dim() == 3
         for start in range(0, inputs.examples, step):
-            a = inputs.part(start, min(start + step, inputs.examples))
-            self._add_inputs(a.mean(2, keepdim=True) if self.reduce else a, inputs.bias)
+            stop = min(start + step, inputs.examples)
+            if dense and not self.reduce:
+                for moments in inputs.moments(start, stop):
+                    self._add(moments, inputs.bias)
+            else:
+                a = inputs.part(start, stop)
+                a = a.mean(2, keepdim=True) if self.reduce else a
+                if dense:
+                    self._add(moments_of(a), inputs.bias)
+                else:
+                    self._add_squares(a)
         self.positions += inputs.examples * (1 if self.reduce else first.shape[2])
         self.examples += inputs.examples
 
-    def _add_inputs(self, a: Tensor, bias: bool) -> None:
-        flat = a.permute(1, 3, 0, 2).flatten(2).to(self.inputs.dtype)  # [Q, I, n·R]
-        width, count = flat.shape[1:]
-        if self.inputs.dim() == 2:
-            self.inputs[:, :width] += flat.square().sum(2)
-            self.inputs[:, width:] += count  # the bias, where there is one
-        elif not bias:
-            self.inputs.baddbmm_(flat, flat.mT)
-        else:
-            sums = flat.sum(2)
-            self.inputs[:, :width, :width] += flat @ flat.mT
-            self.inputs[:, width, :width] += sums
-            self.inputs[:, :width, width] += sums
-            self.inputs[:, width, width] += count
+    def _add(self, moments: Moments, bias: bool) -> None:
+        width = moments.sums.shape[1]
+        self.inputs[:, :width, :width] += moments.products
+        if bias:
+            self.inputs[:, width, :width] += moments.sums
+            self.inputs[:, :width, width] += moments.sums
+            self.inputs[:, width, width] += moments.count
+
+    def _add_squares(self, a: Tensor) -> None:
+        width = a.shape[3]
+        self.inputs[:, :width] += a.square().sum((0, 2))
+        self.inputs[:, width:] += a.shape[0] * a.shape[2]  # the bias, where there is one
 
     def update(self, gradients: Gradients) -> None:
         assert isinstance(gradients, Pair)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from lapwing.layers.rule import Call, ExampleAxis
+from lapwing.layers.rule import Call, ExampleAxis, Moments, moments_of
 
 
 class Linear:
@@ -27,6 +27,9 @@ class Linear:
 
     def inputs(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Tensor:
         return axis.first(call.input, examples)[part].flatten(1, -2).unsqueeze(1)
+
+    def moments(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Moments:
+        return moments_of(self.inputs(call, axis, examples, part))
 
     def gradients(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
         return axis.first(g, examples, skip=1).flatten(2, -2).unsqueeze(2)

@@ -36,6 +36,21 @@ class ExampleAxis:
         return torch.unflatten(x, skip, (examples, others))
 
 
+@dataclass(frozen=True)
+class Moments:
+    """Sums over examples and positions: `Σ a aᵀ: [Q, I, I]`, `Σ a: [Q, I]` and how many `a` there were."""
+
+    products: Tensor
+    sums: Tensor
+    count: int
+
+
+def moments_of(a: Tensor) -> Moments:
+    """The moments of `a: [n, Q, R, I]`."""
+    flat = a.permute(1, 3, 0, 2).flatten(2)  # [Q, I, n·R]
+    return Moments(flat @ flat.mT, flat.sum(2), flat.shape[2])
+
+
 class Rule(Protocol):
     """How calls of one kind of layer read in the canonical layout.
 
@@ -56,6 +71,9 @@ class Rule(Protocol):
 
     def inputs(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Tensor:
         """`a` of the examples in `part`: `[n, Q, R, I]`."""
+
+    def moments(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Moments:
+        """First and second moments of `a`, without `a` itself where there is a cheaper way."""
 
     def gradients(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
         """Gradients at the output `[K, *output]` as `g`: `[K, N, Q, R, O]`."""
