@@ -7,7 +7,7 @@ holds them or how often they are used. What no rule reads takes the exact fallba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -259,11 +259,7 @@ class Record:
 
 @dataclass
 class _Delivery:
-    """Collects the gradients of a few columns at the uses of each layer, and hands them on as pairs.
-
-    Where columns are backpropagated one by one, large gradients are handed on as they arrive; small ones
-    wait for all the columns, as a call for each would cost more than the work.
-    """
+    """Collects the gradients of a few columns at the uses of each layer, and hands them on as pairs."""
 
     record: Record
     layers: dict[str, Layer]
@@ -289,32 +285,47 @@ class _Delivery:
                 self._hand_on(name, [gradients.pop(i) for i in indices])
 
     def one_by_one(self, columns: Tensor) -> None:
-        """One backward pass per column; hooks on the uses deliver its gradients as they exist."""
-        frontier = [self.record.uses[i].edge for i in self.record.graph.frontier]
-        self.record.mailbox.listener = self._listen
+        """One backward pass per column.
+
+        Hooks deliver large gradients as they exist, to be used and freed. Small ones are kept until all
+        columns are there, as a call for each would cost more than the work.
+        """
+        waiting = {name: self.uses[name] for name in self.layers if self.uses[name] and self._is_small(name)}
+        frontier = self.record.graph.frontier
+        edges = [*frontier, *(i for indices in waiting.values() for i in indices if i not in frontier)]
+        kept: dict[int, list[Tensor]] = {i: [] for indices in waiting.values() for i in indices}
+        self.record.mailbox.listener = lambda index, gradient: self._listen(index, gradient, kept)
         try:
             for column in columns:
-                self.record.grad(frontier, column, batched=False)
+                found = self.record.grad([self.record.uses[i].edge for i in edges], column, batched=False)
+                for i, gradient in zip(edges, found, strict=True):
+                    if i in kept and gradient is not None:
+                        kept[i].append(gradient)
         finally:
             self.record.mailbox.listener = None
+        for name, indices in waiting.items():
+            self._hand_on(name, [_stack(kept.pop(i)) for i in indices])
 
-    def _listen(self, index: int, gradient: Tensor) -> None:
+    def _is_small(self, name: str) -> bool:
+        size = self.record.outputs.element_size()
+        return all(self.record.uses[i].output.numel() * size <= _SMALL for i in self.uses[name])
+
+    def _listen(self, index: int, gradient: Tensor, kept: Collection[int]) -> None:
         name = self.record.uses[index].weight
-        if name not in self.layers:
+        if index in kept or name not in self.layers:
             return
         found = self.arrived.setdefault(name, {i: [] for i in self.uses[name]})
         found[index].append(gradient if self.record.create_graph else gradient.detach())
-        counts = {len(values) for values in found.values()}
-        waits = self.together or gradient.numel() * gradient.element_size() <= _SMALL
-        if counts == {self.columns - self.handed[name] if waits else 1}:
+        if {len(values) for values in found.values()} == {self.columns if self.together else 1}:
             del self.arrived[name]
             self._hand_on(name, [_stack(values) for values in found.values()])
 
-    def _hand_on(self, name: str, gradients: list[Tensor | None]) -> None:
+    def _hand_on(self, name: str, gradients: Sequence[Tensor | None]) -> None:
         record, layer, parts = self.record, self.layers[name], []
         for i, gradient in zip(self.uses[name], gradients, strict=True):
             use, axis = record.uses[i], record.axes[i]
-            assert axis is not None and gradient is not None
+            assert axis is not None
+            assert gradient is not None
             parts.append(use.rule.gradients(use.call, gradient.to(use.call.input.dtype), axis, record.examples))
         inputs = record.layer_inputs(layer)
         assert inputs is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,6 +90,7 @@ def row_moments(x: Tensor, call: Call) -> Moments:
     return Moments(products.reshape(groups, inputs, inputs), sums.reshape(groups, inputs), positions * rows.shape[3])
 
 
+@functools.lru_cache(maxsize=256)
 def _rows_of(count: int, rows: int, positions: int, step: int, gap: int) -> Tensor:
     """1 where kernel row i reads row u at some position: `[count, rows]`."""
     kernel_row, row = torch.arange(count).unsqueeze(1) * gap, torch.arange(rows)
