@@ -163,7 +163,7 @@ def kron_factors(
     for n in range(x.shape[0]):
         seen: list[tuple[Tensor, Tensor]] = []
         handle = module.register_forward_hook(
-            lambda _, args, out, seen=seen: seen.append((args[0], out.clone())) or seen[-1][1]
+            lambda _, args, out, seen=seen: seen.append((args[0], out)) or out.clone()
         )
         outputs = model(x[n : n + 1])
         handle.remove()

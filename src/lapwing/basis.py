@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -94,6 +94,8 @@ class KroneckerBasis(Basis):
     shape: tuple[int, int, int]
     output: Side = None
     input: Side = None
+    orthonormal: bool = True
+    """Whether the output side is, as it is unless the prior has a shape there."""
 
     def coordinates(self, gradients: Gradients, start: int, stop: int) -> Tensor:
         if not isinstance(gradients, Pair):
@@ -116,7 +118,10 @@ class KroneckerBasis(Basis):
         if pair.inputs.bias and not isinstance(self.input, Tensor):
             a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], dim=-1)
         if isinstance(self.output, Tensor):
-            g = torch.einsum("knqro,qop->knqrp", g, self.output)
+            if g.shape[2:4] == (1, 1):  # one large product, without the permutations of einsum
+                g = (g[:, :, 0, 0] @ self.output[0])[:, :, None, None]
+            else:
+                g = torch.einsum("knqro,qop->knqrp", g, self.output)
         elif isinstance(self.output, Scaling):
             g = g * self.output.values.unsqueeze(1)
         side = self.input
@@ -152,20 +157,50 @@ class KroneckerBasis(Basis):
     def variance(self, gradients: Gradients, scale: Tensor, budget: int) -> Tensor:
         if not isinstance(gradients, Pair) or gradients.positions > 1:
             return super().variance(gradients, scale, budget)
-        g, weights = self._weighted(gradients, scale)
-        return torch.einsum("knqo,nqo->kn", g.square(), weights)
+        found = []
+        for single in self._singles(gradients, scale):
+            variance = torch.einsum("knqo,nqo->kn", single.rotated.square(), single.weights)
+            if single.plain is not None:
+                variance = torch.einsum("knqo,nq->kn", single.plain.square(), single.ceiling) - variance
+            found.append(variance)
+        return torch.cat(found, dim=1)
 
     def covariance(self, gradients: Gradients, scale: Tensor, budget: int) -> Tensor:
         if not isinstance(gradients, Pair) or gradients.positions > 1:
             return super().covariance(gradients, scale, budget)
-        g, weights = self._weighted(gradients, scale)
-        rows = (g * weights.sqrt()).flatten(2).transpose(0, 1)
-        return rows @ rows.mT
+        found = []
+        for single in self._singles(gradients, scale):
+            covariance = _outer(single.rotated * single.weights.sqrt())
+            if single.plain is not None:
+                covariance = _outer(single.plain * single.ceiling.sqrt().unsqueeze(-1)) - covariance
+            found.append(covariance)
+        return torch.cat(found)
 
-    def _weighted(self, pair: Pair, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """`ĝ: [K, N, Q, O]` and `w_no = Σ_i â_ni² D_oi: [N, Q, O]` where each example has one position."""
-        g, a = self._rotated(pair, 0, pair.examples)
-        return g.squeeze(3), torch.einsum("nqi,qoi->nqo", a.squeeze(2).square(), scale)
+    def _singles(self, pair: Pair, scale: Tensor) -> Iterator[_Single]:
+        """Layers with one position per example: `g_kᵀ U_G diag(w_n) U_Gᵀ g_l` with `w_no = Σ_i â_ni² D_oi`.
+
+        Where the curvature of an output direction vanishes, D is constant and so is w, at its ceiling
+        `w₀ = ‖â‖² max D`. There is no need to rotate into such directions: with `Σ_o ĝ_k ĝ_l = g_k·g_l` the rest
+        is `w₀ g_k·g_l − Σ_top ĝ_k ĝ_l (w₀ − w)`.
+        """
+        highest = scale.amax()
+        rounding = 32 * torch.finfo(scale.dtype).eps
+        flat = (scale.amin((0, 2)) >= (1 - rounding) * highest).to(torch.int8)
+        # Eigenvalues ascend, so that directions without curvature come first.
+        skip = int(flat.cumprod(0).sum()) if self.orthonormal and isinstance(self.output, Tensor) else 0
+        skip = skip if 4 * skip >= self.shape[1] else 0
+        top = replace(self, output=self.output[..., skip:]) if isinstance(self.output, Tensor) and skip else self
+        # Chunks that stay in the cache: what follows is elementwise on large arrays.
+        for start, stop in parts(pair, self.shape[0] * self.shape[1], 2**23):
+            g, a = top._rotated(pair, start, stop)
+            squares = a.squeeze(2).square()
+            weights = torch.einsum("nqi,qoi->nqo", squares, scale[:, skip:])
+            if not skip:
+                yield _Single(g.squeeze(3), weights)
+                continue
+            ceiling = highest * squares.sum(2)
+            gap = (ceiling.unsqueeze(2) - weights).clamp(min=0)
+            yield _Single(g.squeeze(3), gap, pair.g[:, start:stop].squeeze(3), ceiling)
 
     def joint(self, gradients: Gradients, scale: Tensor, budget: int) -> Tensor:
         if not isinstance(gradients, Pair):
@@ -180,6 +215,24 @@ class KroneckerBasis(Basis):
             rows = rows.flatten(2).flatten(0, 1)
             total = total + rows @ rows.mT
         return total
+
+
+@dataclass(frozen=True)
+class _Single:
+    """A few examples of a layer with one position each: `ĝ: [K, n, Q, O']`, weights `[n, Q, O']`, and where
+    directions were left out the gradients themselves `[K, n, Q, O]` and the ceiling `[n, Q]` of the weights.
+    """
+
+    rotated: Tensor
+    weights: Tensor
+    plain: Tensor | None = None
+    ceiling: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+
+def _outer(g: Tensor) -> Tensor:
+    """`Σ_qo g_knqo g_lnqo`: `[n, K, K]`."""
+    rows = g.flatten(2).transpose(0, 1)
+    return rows @ rows.mT
 
 
 @dataclass(frozen=True)

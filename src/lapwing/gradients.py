@@ -57,7 +57,7 @@ class Layer:
             matrix = vector.unflatten(-1, (groups * outputs, inputs))
             parts = (matrix[..., :-1].flatten(-2), matrix[..., -1])
         return {
-            name: part.reshape(*vector.shape[:-1], *size)
+            name: part.reshape((*vector.shape[:-1], *size))
             for name, size, part in zip(self.parameters, self.sizes, parts, strict=True)
         }
 

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 # Backward formulas that are known to run under `is_grads_batched` and gain from it.
 _BATCHABLE = {
-    "AccumulateGrad", "AddBackward0", "AddmmBackward0", "MmBackward0", "TBackward0", "ReluBackward0",
+    "AddBackward0", "AddmmBackward0", "MmBackward0", "TBackward0", "ReluBackward0",
     "TanhBackward0", "SigmoidBackward0", "GeluBackward0", "SiluBackward0", "SoftplusBackward0",
     "EluBackward0", "LeakyReluBackward0", "ViewBackward0", "UnsafeViewBackward0", "MulBackward0",
     "SubBackward0", "SqueezeBackward1", "UnsqueezeBackward0", "CloneBackward0", "ReshapeAliasBackward0",
@@ -44,9 +44,10 @@ def walk(output: Tensor, edges: list[GradientEdge]) -> Graph:
         if node in behind:
             continue
         behind[node] = False
-        kinds.add(node.name())
         if hasattr(node, "variable"):
             leaves.add(id(node.variable))
+        else:
+            kinds.add(node.name())
         stack.append((node, True))
         stack.extend((child, False) for child, _ in node.next_functions if child and child not in behind)
     reached = tuple(edge.node in behind for edge in edges)

@@ -73,7 +73,8 @@ def save(la: Laplace, path: Path) -> None:
         "fingerprint": fingerprint(la.model),
         "checksum": _checksum(tensors),
     }  # fmt: skip
-    save_file(tensors, str(path), metadata={"lapwing": json.dumps(header)})
+    text = json.dumps(header)
+    save_file(tensors, str(path), metadata={"lapwing": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
 
 
 def load(
@@ -164,6 +165,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{str(path)!r} has format {header['format']}, written by Lapwing {header.get('lapwing')}; this is Lapwing "
             f"{__version__}, which reads up to format {FORMAT}. Upgrade Lapwing."
         )
+    if hashlib.sha256(metadata["lapwing"].encode()).hexdigest() != metadata.get("sha256"):
+        raise FileError(f"{str(path)!r}: its header was altered or damaged; its checksum does not match.")
     if _checksum(tensors) != header.get("checksum"):
         raise FileError(f"{str(path)!r} was altered or damaged: the checksum over its tensors does not match.")
     return header, tensors

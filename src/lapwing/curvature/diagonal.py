@@ -68,8 +68,10 @@ class DiagonalAccumulator:
     def to(self, device: torch.device) -> Self:
         basis = self.basis
         if isinstance(basis, KroneckerBasis):
-            sides = [side.to(device) if isinstance(side, Tensor) else side for side in (basis.output, basis.input)]
-            basis = KroneckerBasis(basis.shape, *sides)
+            output, inner = (
+                side.to(device) if isinstance(side, Tensor) else side for side in (basis.output, basis.input)
+            )
+            basis = replace(basis, output=output, input=inner)
         return replace(self, basis=basis, sums=self.sums.to(device))
 
 

@@ -116,7 +116,7 @@ class KroneckerAccumulator:
         count = max(self.positions, 1)
         input_values, input_side = _decompose_side(self.inputs / count, input_shape)
         output_values, output_side = _decompose_side(self.outputs, output_shape)
-        basis = KroneckerBasis(self.shape, output_side, input_side)
+        basis = KroneckerBasis(self.shape, output_side, input_side, orthonormal=output_shape is None)
         eigenvalues = output_values.unsqueeze(2) * input_values.unsqueeze(1)
         per_example = count / max(self.examples, 1)
         return Decomposition(basis, eigenvalues, (input_values * per_example, output_values / count))

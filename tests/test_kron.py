@@ -1,0 +1,147 @@
+"""Kronecker factors against loops over examples with forward hooks, and where they are exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lapwing import Laplace
+from lapwing.likelihoods import Categorical, Gaussian
+from tests import networks, oracles
+
+
+def columns(outputs: Tensor) -> Tensor:
+    likelihood = Categorical()
+    target = torch.zeros(len(outputs), dtype=torch.long)
+    found = likelihood.hessian_columns(outputs, target)
+    return found.part(0, found.count)
+
+
+@pytest.mark.parametrize("kron", ["expand", "reduce"])
+@pytest.mark.parametrize("network", ["mlp", "cnn", "conv1d", "conv3d", "tied", "sequence-first", "batchnorm"])
+def test_factors_against_hooks(network: str, kron: str) -> None:
+    model = networks.make(network).eval()
+    x = networks.inputs(network, 5)
+    data = networks.batches(x, networks.targets("classification", 5), 3, 2)
+    la = Laplace(model, "classification", kron=kron).fit(data)
+    checked = 0
+    for block in la.curvature.blocks:
+        if block.accumulator.kind == "kron":
+            module = model.get_submodule(block.name)
+            expected = oracles.kron_factors(model, module, x, columns, kron == "reduce")
+            torch.testing.assert_close(block.accumulator.matrix(), expected, rtol=1e-10, atol=1e-12)
+            checked += 1
+    assert checked == sum(isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in model.modules())
+
+
+def test_groups_have_factors_of_their_own() -> None:
+    """A grouped convolution is a set of convolutions side by side."""
+    model = networks.make("grouped-cnn").eval()
+    x = networks.inputs("grouped-cnn", 4)
+    la = Laplace(model, "classification").fit([(x, networks.targets("classification", 4))])
+    block = la.curvature.blocks[0]
+    assert block.layers[0].shape == (2, 2, 10)
+    first, second = nn.Conv2d(1, 2, 3, padding="same", dilation=2), nn.Conv2d(1, 2, 3, padding="same", dilation=2)
+    split = _Split(model, first, second).double().eval()
+    for i, conv in enumerate((first, second)):
+        expected = oracles.kron_factors(split, conv, x, columns, False)
+        found = block.accumulator.matrix()[20 * i : 20 * (i + 1), 20 * i : 20 * (i + 1)]
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+class _Split(nn.Module):
+    """The grouped network with its first convolution as two modules."""
+
+    def __init__(self, model: nn.Module, first: nn.Conv2d, second: nn.Conv2d) -> None:
+        super().__init__()
+        self.model, self.parts = model, nn.ModuleList([first, second])
+        with torch.no_grad():
+            for i, conv in enumerate((first, second)):
+                conv.weight.data = model.first.weight.data[2 * i : 2 * i + 2]  # type: ignore[union-attr,index]
+                conv.bias.data = model.first.bias.data[2 * i : 2 * i + 2]  # type: ignore[union-attr,index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = [conv(part) for conv, part in zip(self.parts, x.split(1, dim=1), strict=True)]
+        x = torch.relu(torch.cat(halves, dim=1))
+        x = torch.tanh(self.model.second(x))  # type: ignore[operator]
+        return self.model.head(nn.functional.adaptive_avg_pool2d(x, 2).flatten(1))  # type: ignore[operator,no-any-return]
+
+
+@pytest.mark.parametrize("network", ["mlp", "tied-embedding"])
+def test_exact_for_one_example_without_sharing(network: str) -> None:
+    model = networks.make(network)
+    data = [(networks.inputs(network, 1), networks.targets("classification", 1))]
+    kron = Laplace(model, "classification").fit(data)
+    block = Laplace(model, "classification", "block").fit(data)
+    for left, right in zip(kron.curvature.blocks, block.curvature.blocks, strict=True):
+        torch.testing.assert_close(left.accumulator.matrix(), right.accumulator.matrix(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kron", ["expand", "reduce"])
+def test_exact_for_deep_linear_networks(kron: str) -> None:
+    """Gaussian noise and no nonlinearity: expand where every position has an output of its own, reduce where
+    the outputs average over positions."""
+
+    class DeepLinear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            outputs = self.layers(x)
+            return outputs if kron == "expand" else outputs.mean(1)
+
+    torch.manual_seed(0)
+    model = DeepLinear().double()
+    x = torch.randn(6, 4, 3, dtype=torch.float64)
+    y = torch.randn(6, 4, 2, dtype=torch.float64) if kron == "expand" else torch.randn(6, 2, dtype=torch.float64)
+    found = Laplace(model, Gaussian(), kron=kron).fit([(x[:4], y[:4]), (x[4:], y[4:])])
+    exact = Laplace(model, Gaussian(), "block").fit([(x, y)])
+    for left, right in zip(found.curvature.blocks, exact.curvature.blocks, strict=True):
+        torch.testing.assert_close(left.accumulator.matrix(), right.accumulator.matrix(), rtol=1e-10, atol=1e-12)
+
+
+def test_large_sides_are_diagonal() -> None:
+    """`max_factor`: that side keeps the identity basis; everything downstream still matches dense algebra."""
+    model = networks.make("mlp")
+    x = networks.inputs("mlp", 6)
+    data = [(x, networks.targets("classification", 6))]
+    whole = Laplace(model, "classification").fit(data)
+    la = Laplace(model, "classification", max_factor=3).fit(data)
+    for block, reference in zip(la.curvature.blocks, whole.curvature.blocks, strict=True):
+        groups, outputs, inputs = block.layers[0].shape or (0, 0, 0)
+        accumulator = reference.accumulator
+        factors = [accumulator.outputs[0], accumulator.inputs[0] / 6]  # type: ignore[attr-defined]
+        factors = [f if len(f) <= 3 else torch.diag(f.diagonal()) for f in factors]
+        torch.testing.assert_close(block.accumulator.matrix(), torch.kron(*factors), rtol=1e-12, atol=1e-14)
+    matrix = torch.block_diag(*[block.accumulator.matrix() for block in la.curvature.blocks])
+    inverse = torch.linalg.inv(matrix + torch.eye(len(matrix), dtype=torch.float64))
+    rows = oracles.packed_jacobian(la, x)
+    torch.testing.assert_close(la.latent(x).covariance, torch.einsum("nci,ij,ndj->ncd", rows, inverse, rows))
+
+
+def test_layers_without_kronecker_form() -> None:
+    """Dense up to `max_dense`, then parameter by parameter, then diagonal."""
+    model, data = networks.make("lstm"), [(networks.inputs("lstm", 4), networks.targets("classification", 4))]
+    for limit, kinds in ((100, ["dense", "kron"]), (10, ["diag", "diag", "dense", "dense", "kron"]), (0, ["diag"] * 4 + ["kron"])):
+        la = Laplace(model, "classification", max_dense=limit).fit(data)
+        assert [block.accumulator.kind for block in la.curvature.blocks] == kinds
+
+
+def test_null_directions_are_not_rotated_into() -> None:
+    """Few data, many outputs: leaving out directions without curvature changes nothing beyond rounding."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 2)).double()
+    x, y = torch.randn(3, 5, dtype=torch.float64), torch.tensor([0, 1, 0])
+    la = Laplace(model, "classification").fit([(x, y)])
+    block = la.posterior.blocks[0]
+    flat = (block.scale.amin((0, 2)) >= (1 - 1e-14) * block.scale.max()).sum()
+    assert int(flat) >= 30  # most of the 40 output directions have no curvature
+    test = torch.randn(4, 5, dtype=torch.float64)
+    rows = oracles.packed_jacobian(la, test)
+    matrix = torch.block_diag(*[block.accumulator.matrix() for block in la.curvature.blocks])
+    inverse = torch.linalg.inv(matrix + torch.eye(len(matrix), dtype=torch.float64))
+    expected = torch.einsum("nci,ij,ndj->ncd", rows, inverse, rows)
+    torch.testing.assert_close(la.latent(test).covariance, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(la.latent(test, diagonal=True).covariance, expected.diagonal(dim1=1, dim2=2))
