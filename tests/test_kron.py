@@ -32,7 +32,9 @@ def test_factors_against_hooks(network: str, kron: str) -> None:
             expected = oracles.kron_factors(model, module, x, columns, kron == "reduce")
             torch.testing.assert_close(block.accumulator.matrix(), expected, rtol=1e-10, atol=1e-12)
             checked += 1
-    assert checked == sum(isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in model.modules())
+    assert checked == sum(
+        isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in model.modules()
+    )
 
 
 def test_groups_have_factors_of_their_own() -> None:
@@ -124,7 +126,11 @@ def test_large_sides_are_diagonal() -> None:
 def test_layers_without_kronecker_form() -> None:
     """Dense up to `max_dense`, then parameter by parameter, then diagonal."""
     model, data = networks.make("lstm"), [(networks.inputs("lstm", 4), networks.targets("classification", 4))]
-    for limit, kinds in ((100, ["dense", "kron"]), (10, ["diag", "diag", "dense", "dense", "kron"]), (0, ["diag"] * 4 + ["kron"])):
+    for limit, kinds in (
+        (100, ["dense", "kron"]),
+        (10, ["diag", "diag", "dense", "dense", "kron"]),
+        (0, ["diag"] * 4 + ["kron"]),
+    ):
         la = Laplace(model, "classification", max_dense=limit).fit(data)
         assert [block.accumulator.kind for block in la.curvature.blocks] == kinds
 

@@ -8,7 +8,7 @@ holds them or how often they are used. What no rule reads takes the exact fallba
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,7 +101,7 @@ class Tape:
         if create_graph:  # aliases, so that a backward pass of the user's through the result ends here
             parameters = {name: value.detach().requires_grad_() for name, value in parameters.items()}
         recorder = _Recorder({id(parameter): name for name, parameter in parameters.items()}, mailbox)
-        with recorder, twice_differentiable(self.model) if create_graph else nullcontext():
+        with recorder, self.kernels(create_graph):
             outputs = self.forward(parameters, inputs) if create_graph else self.forward({}, inputs)
         if outputs.grad_fn is None:
             raise InputError(
@@ -122,7 +122,7 @@ class Tape:
             if self.layers is None:
                 self.layers = layers
             else:
-                _check_same(self.layers, layers)
+                _check_same(self.layers, layers, {use.weight for use in record.uses})
             self._axes[key] = axes
         return self._axes[key]
 
@@ -141,6 +141,10 @@ class Tape:
             names = [name for layer in self.layers if layer.shape is None for name in layer.parameters]
             self._fallback = PerExample(self.forward, tuple(names))
         return self._fallback
+
+    def kernels(self, create_graph: bool) -> AbstractContextManager[None]:
+        """Operations that can be differentiated once, or twice where a graph of the gradients is wanted."""
+        return twice_differentiable(self.model) if create_graph else nullcontext()
 
     def forward(self, parameters: dict[str, Tensor], inputs: Inputs) -> Tensor:
         """The outputs `[N, ...]` of the model with some parameters replaced."""
@@ -169,6 +173,11 @@ class Record:
         return self.outputs.shape[0]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of `a` and `g`: the model's, but at least float32."""
+        return torch.promote_types(self.outputs.dtype, torch.float32)
+
+    @property
     def graph(self) -> Graph:
         if self._graph is None:
             self._graph = walk(self.outputs, [use.edge for use in self.uses])
@@ -190,7 +199,8 @@ class Record:
     def _readers(self, index: int) -> tuple[Callable[[slice], Tensor], Callable[[slice], Moments]]:
         use, axis, examples = self.uses[index], self.axes[index], self.examples
         assert axis is not None
-        call = use.call if self.create_graph else replace(use.call, input=use.call.input.detach())
+        seen = use.call.input if self.create_graph else use.call.input.detach()
+        call = replace(use.call, input=seen.to(self.dtype))
         return (
             lambda part: use.rule.inputs(call, axis, examples, part),
             lambda part: use.rule.moments(call, axis, examples, part),
@@ -241,11 +251,12 @@ class Record:
         step = columns.count if together else max(1, self.tape.budget // max(1, size))
         for start in range(0, columns.count, step):
             part = columns.part(start, min(start + step, columns.count))
-            for example, gradients in fallback.rows(
-                self.inputs, self.outputs, self.parameters, part, self.tape.budget, self.create_graph
-            ):
-                for layer in layers:
-                    consume(layer, Rows(layer.pack(gradients), start, example))
+            with self.tape.kernels(self.create_graph):
+                for example, gradients in fallback.rows(
+                    self.inputs, self.outputs, self.parameters, part, self.tape.budget, self.create_graph
+                ):
+                    for layer in layers:
+                        consume(layer, Rows(layer.pack(gradients).to(self.dtype), start, example))
 
     def gradient(self, scalar: Tensor) -> dict[str, Tensor]:
         """Plain autograd gradient of a scalar function of the outputs, by parameter."""
@@ -326,7 +337,7 @@ class _Delivery:
             use, axis = record.uses[i], record.axes[i]
             assert axis is not None
             assert gradient is not None
-            parts.append(use.rule.gradients(use.call, gradient.to(use.call.input.dtype), axis, record.examples))
+            parts.append(use.rule.gradients(use.call, gradient.to(record.dtype), axis, record.examples))
         inputs = record.layer_inputs(layer)
         assert inputs is not None
         g = parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
@@ -338,9 +349,11 @@ def _stack(gradients: list[Tensor]) -> Tensor:
     return gradients[0].unsqueeze(0) if len(gradients) == 1 else torch.stack(gradients)
 
 
-def _check_same(known: tuple[Layer, ...], found: tuple[Layer, ...]) -> None:
-    pairs = {layer.name: layer for layer in found if layer.shape is not None}
-    lost = [layer.name for layer in known if layer.shape is not None and layer.name not in pairs]
+def _check_same(known: tuple[Layer, ...], found: tuple[Layer, ...], used: set[str]) -> None:
+    """A layer that was read as a pair before, and is used in this pass, must be one here too."""
+    pairs = {layer.name for layer in found if layer.shape is not None}
+    before = [layer for layer in known if layer.shape is not None and layer.parameters[0] in used]
+    lost = [layer.name for layer in before if layer.name not in pairs]
     if lost:
         raise InputError(
             f"Layer {lost[0]!r} was read as (input, gradient) on an earlier batch, but couples the examples "

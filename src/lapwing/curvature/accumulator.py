@@ -75,15 +75,32 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (float64) and eigenvectors (in the matrix' dtype) of symmetric matrices.
+def eigh(matrix: Tensor, rank: float = float("inf")) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (float64, ascending) and eigenvectors (in the matrix' dtype) of symmetric matrices `[..., d, d]`.
 
-    The decomposition is in float64. The eigenvalues are differentiable, the eigenvectors detached.
+    The decomposition is in float64. The eigenvalues are differentiable, the eigenvectors detached. Where
+    at most `rank` eigenvalues are not 0 (a sum of few outer products), only their space is decomposed.
     """
     symmetric = matrix.double()
     symmetric = 0.5 * (symmetric + symmetric.mT)
-    values, vectors = torch.linalg.eigh(symmetric)
+    spare = rank + 16
+    if 2 * spare > matrix.shape[-1]:
+        values, vectors = torch.linalg.eigh(symmetric)
+    else:
+        values, vectors = _eigh_of_low_rank(symmetric, int(spare))
     return values, vectors.detach().to(matrix.dtype)
+
+
+def _eigh_of_low_rank(symmetric: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The range of a matrix of low rank is that of its product with a few random vectors, exactly."""
+    size = symmetric.shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    probes = torch.randn(size, rank, generator=generator, dtype=symmetric.dtype).to(symmetric.device)
+    basis = torch.linalg.qr(symmetric.detach() @ probes, mode="complete").Q
+    inside, outside = basis[..., :rank], basis[..., rank:]
+    values, vectors = torch.linalg.eigh(inside.mT @ symmetric @ inside)
+    zeros = values.new_zeros(*values.shape[:-1], size - rank)
+    return torch.cat([zeros, values], dim=-1), torch.cat([outside, inside @ vectors], dim=-1)
 
 
 def need_no_shape(shape: Tensor | None, structure: str) -> None:

@@ -34,6 +34,8 @@ class KroneckerAccumulator:
     budget: int
     positions: float = 0.0
     examples: float = 0.0
+    terms: tuple[int, int] = (0, 0)
+    """How many outer products each sum has: bounds on the ranks of the input and output side."""
     kind: str = "kron"
     elementwise: bool = False
 
@@ -63,8 +65,10 @@ class KroneckerAccumulator:
                     self._add(moments_of(a), inputs.bias)
                 else:
                     self._add_squares(a)
-        self.positions += inputs.examples * (1 if self.reduce else first.shape[2])
+        count = inputs.examples * (1 if self.reduce else first.shape[2])
+        self.positions += count
         self.examples += inputs.examples
+        self.terms = (self.terms[0] + count, self.terms[1])
 
     def _add(self, moments: Moments, bias: bool) -> None:
         width = moments.sums.shape[1]
@@ -82,6 +86,7 @@ class KroneckerAccumulator:
     def update(self, gradients: Gradients) -> None:
         assert isinstance(gradients, Pair)
         g = gradients.g.sum(3, keepdim=True) if self.reduce else gradients.g
+        self.terms = (self.terms[0], self.terms[1] + g.shape[0] * g.shape[1] * g.shape[3])
         g = g.to(self.outputs.dtype).permute(2, 0, 1, 3, 4)  # [Q, K, N, R, O]
         if self.outputs.dim() == 2:
             self.outputs += g.square().sum((1, 2, 3))
@@ -100,6 +105,7 @@ class KroneckerAccumulator:
             outputs=self.outputs + other.outputs,
             positions=self.positions + other.positions,
             examples=self.examples + other.examples,
+            terms=(self.terms[0] + other.terms[0], self.terms[1] + other.terms[1]),
         )
 
     def scale(self, factor: float) -> Self:
@@ -114,8 +120,8 @@ class KroneckerAccumulator:
     def decompose(self, shape: Tensor | None) -> Decomposition:
         output_shape, input_shape = self._separate(shape)
         count = max(self.positions, 1)
-        input_values, input_side = _decompose_side(self.inputs / count, input_shape)
-        output_values, output_side = _decompose_side(self.outputs, output_shape)
+        input_values, input_side = _decompose_side(self.inputs / count, input_shape, self.terms[0])
+        output_values, output_side = _decompose_side(self.outputs, output_shape, self.terms[1])
         basis = KroneckerBasis(self.shape, output_side, input_side, orthonormal=output_shape is None)
         eigenvalues = output_values.unsqueeze(2) * input_values.unsqueeze(1)
         per_example = count / max(self.examples, 1)
@@ -144,25 +150,26 @@ class KroneckerAccumulator:
         return dense_blocks
 
     def tensors(self) -> dict[str, Tensor]:
-        counts = torch.tensor([self.positions, self.examples], dtype=torch.float64)
+        counts = torch.tensor([self.positions, self.examples, *self.terms], dtype=torch.float64)
         return {"inputs": self.inputs, "outputs": self.outputs, "counts": counts}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         self.inputs, self.outputs = tensors["inputs"], tensors["outputs"]
-        self.positions, self.examples = tensors["counts"].tolist()
+        self.positions, self.examples, *terms = tensors["counts"].tolist()
+        self.terms = (int(terms[0]), int(terms[1]))
 
     def to(self, device: torch.device) -> Self:
         return replace(self, inputs=self.inputs.to(device), outputs=self.outputs.to(device))
 
 
-def _decompose_side(factor: Tensor, shape: Tensor | None) -> tuple[Tensor, Side]:
+def _decompose_side(factor: Tensor, shape: Tensor | None, rank: int) -> tuple[Tensor, Side]:
     """Eigenvalues `[Q, d]` (clamped at 0) and basis of one factor under `M = diag(shape)`."""
     root = None if shape is None else shape.rsqrt().expand(factor.shape[0], -1)
     if factor.dim() == 2:
         values = factor.double() if root is None else factor.double() * root.square()
         return values, None if root is None else Scaling(root.detach().to(factor.dtype))
     if root is None:
-        values, vectors = eigh(factor)
+        values, vectors = eigh(factor, rank)
         return values.clamp(min=0), vectors
-    values, vectors = eigh(root.unsqueeze(2) * factor * root.unsqueeze(1))
+    values, vectors = eigh(root.unsqueeze(2) * factor * root.unsqueeze(1), rank)
     return values.clamp(min=0), (root.detach().unsqueeze(2) * vectors).to(factor.dtype)

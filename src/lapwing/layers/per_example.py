@@ -51,20 +51,22 @@ class PerExample:
         step = max(1, math.floor(budget / (columns.shape[0] * size * outputs.element_size())))
         for start in range(0, examples, step):
             part = slice(start, min(start + step, examples))
-            if self.method == "vmap":
+            # Derivatives of vmapped gradients are wrong for some operations (layer_norm in torch 2.13).
+            looped = create_graph or self.method == "loop"
+            if not looped:
                 try:
-                    values, gradients = self._vmapped(split, part, parameters, columns[:, part], create_graph)
+                    values, gradients = self._vmapped(split, part, parameters, columns[:, part])
                     self._check(values, outputs[part])
                 except (RuntimeError, ValueError, NotImplementedError, TypeError, IndexError) as refusal:
-                    self.method = "loop"
+                    self.method, looped = "loop", True
                     logger.info("vmap refused, looping over examples instead: %s", refusal)
-            if self.method == "loop":
+            if looped:
                 values, gradients = self._looped(split, part, parameters, columns[:, part], create_graph)
                 self._check(values, outputs[part])
             yield start, gradients
 
     def _vmapped(
-        self, split: SplitInputs, part: slice, parameters: dict[str, Tensor], columns: Tensor, create_graph: bool
+        self, split: SplitInputs, part: slice, parameters: dict[str, Tensor], columns: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         fixed = {name: value.detach() for name, value in parameters.items()}
         moving = {name: fixed.pop(name) for name in self.names}
@@ -76,7 +78,7 @@ class PerExample:
 
         leaves = [leaf[part] for leaf in split.examples()]
         # vmap knows the plain attention kernel only, and says of some operations that it loops over them.
-        with torch.set_grad_enabled(create_graph), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop")
             mapped = torch.func.vmap(one, in_dims=(1, *(0 for _ in leaves)), out_dims=(0, 1))
             values, gradients = mapped(columns, *leaves)

@@ -83,11 +83,11 @@ def _part(tape: Tape, whole: Record, inputs: Inputs, start: int, create_graph: b
 def _moments(record: Record, posterior: Posterior, joint: bool, diagonal: bool) -> Latent:
     outputs = record.outputs
     examples, count = outputs.shape[0], outputs[0].numel()
-    shift = outputs.new_zeros(count, examples)
-    by_block = {id(block.block): _Contraction(block, posterior, outputs.dtype) for block in posterior.blocks}
+    shift = outputs.new_zeros(count, examples, dtype=record.dtype)
+    by_block = {id(block.block): _Contraction(block, posterior, record.dtype) for block in posterior.blocks}
     budget = record.tape.budget // 4
     shape = (count, examples) if diagonal else (examples, count, count)
-    total = outputs.new_zeros((examples * count,) * 2 if joint else shape)
+    total = outputs.new_zeros((examples * count,) * 2 if joint else shape, dtype=record.dtype)
     waiting: dict[int, list[Rows]] = {}
 
     def consume(block: Block, gradients: Gradients) -> None:
@@ -110,10 +110,9 @@ def _moments(record: Record, posterior: Posterior, joint: bool, diagonal: bool) 
     for key, pieces in waiting.items():
         rows = Rows(torch.cat([piece.values for piece in sorted(pieces, key=lambda piece: piece.start)], dim=1))
         total = total + by_block[key].basis.joint(rows, by_block[key].scale, budget)
-    mean = outputs + shift.T.reshape(outputs.shape)
-    if diagonal and not joint:
-        return Latent(mean, total.T.reshape(outputs.shape))
-    return Latent(mean, total)
+    mean = (outputs + shift.T.reshape(outputs.shape)).to(outputs.dtype)
+    covariance = total.T.reshape(outputs.shape) if diagonal else total
+    return Latent(mean, covariance.to(outputs.dtype))
 
 
 class _Contraction:

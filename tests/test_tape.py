@@ -1,0 +1,240 @@
+"""What the tape sees: which path each parameter takes, which axis holds the examples, which weights are Bayesian."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lapwing import Laplace
+from lapwing.batches import Inputs
+from lapwing.guard import borrowed
+from lapwing.layers import ExampleAxis
+from lapwing.tape import Tape
+from lapwing.weights import select
+from tests import networks, oracles
+
+
+def fitted(network: str, n: int = 5, **options: Any) -> Laplace:
+    data = [(networks.inputs(network, n), networks.targets("classification", n))]
+    return Laplace(networks.make(network), "classification", **options).fit(data)
+
+
+def paths(la: Laplace) -> dict[str, str]:
+    return {layer.name: layer.path for block in la.curvature.blocks for layer in block.layers}
+
+
+def test_paths() -> None:
+    assert paths(fitted("cnn")) == {"first": "convolution", "second": "convolution", "head": "linear"}
+    assert paths(fitted("tied")) == {"shared": "linear", "head": "linear"}
+    assert paths(fitted("batchnorm")) == {"linear": "linear", "norm": "fallback", "head": "linear"}
+    found = paths(fitted("attention"))
+    assert found["project"] == "fallback"  # its input has no example axis
+    assert found["head"] == "linear"
+    assert paths(fitted("tied-embedding"))["embedding"] == "fallback"  # one weight, two kinds of use
+    assert paths(fitted("sequence-first")) == {"first": "linear", "second": "linear", "head": "linear"}
+
+
+def test_summary_names_the_path() -> None:
+    assert "fallback (loop)" in fitted("branching").summary()
+    assert "fallback (vmap)" in fitted("batchnorm").summary()
+    table = fitted("cnn").summary()
+    assert "convolution" in table
+    assert "first" in table
+    assert "multiplies the likelihood" in table
+
+
+@pytest.mark.parametrize("n", [3, 4, 6])
+def test_example_axes(n: int) -> None:
+    """`[L, N, D]` and `[L·N, D]`, also where L = N."""
+    model = networks.make("sequence-first")
+    tape = Tape(model, select(model, "all"))
+    with borrowed(model, select(model, "all")):
+        record = tape.record(Inputs((networks.inputs("sequence-first", n),), {}))
+    assert record.axes == (ExampleAxis(1), ExampleAxis(0, inner=True), ExampleAxis(0))
+
+
+def test_single_examples_and_ragged_batches() -> None:
+    for network in ("cnn", "sequence-first", "attention"):
+        x, y = networks.inputs(network, 6), networks.targets("classification", 6)
+        whole = Laplace(networks.make(network), "classification", "diag").fit([(x, y)])
+        parts = Laplace(networks.make(network), "classification", "diag").fit(networks.batches(x, y, 4, 1, 1))
+        for left, right in zip(whole.curvature.blocks, parts.curvature.blocks, strict=True):
+            torch.testing.assert_close(left.accumulator.matrix(), right.accumulator.matrix())
+
+
+def test_coupling_hidden_by_a_first_batch_of_one_is_an_error() -> None:
+    x, y = networks.inputs("attention", 3), networks.targets("classification", 3)
+    with pytest.raises(ValueError, match="'project' was read as .* couples the examples"):
+        Laplace(networks.make("attention"), "classification").fit(networks.batches(x, y, 1, 2))
+
+
+class Reshaped(nn.Module):
+    """The last layer's output is scaled and reshaped afterwards; a side head is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 4)
+        self.head = nn.Linear(4, 6)
+        self.side = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = torch.tanh(self.body(x))
+        self.side(features)
+        return 2 * self.head(features).view(-1, 3, 2).sum(-1)
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "ekfac", "block", "full"])
+def test_last_layer(structure: str) -> None:
+    torch.manual_seed(0)
+    for model in (networks.make("mlp"), Reshaped().double()):
+        x, y = networks.inputs("mlp", 6), networks.targets("classification", 6)
+        la = Laplace(model, "classification", structure, weights="last_layer").fit([(x[:4], y[:4]), (x[4:], y[4:])])
+        name = "head" if isinstance(model, Reshaped) else "2"
+        assert la.curvature.parameters == (f"{name}.weight", f"{name}.bias")
+        named = Laplace(model, "classification", structure, weights=f"{name}.*").fit([(x, y)])
+        assert float(la.log_evidence()) == pytest.approx(float(named.log_evidence()), rel=1e-10)
+        if structure == "full":
+            torch.testing.assert_close(la.curvature.blocks[0].accumulator.matrix(), oracles.curvature(la, [(x, y)]))
+
+
+def test_last_layer_computes_the_features_once() -> None:
+    """One forward pass a batch, and no graph before the last layer."""
+    calls: list[bool] = []
+    model = networks.make("mlp")
+    model[0].register_forward_hook(lambda module, args, out: calls.append(out.requires_grad))  # type: ignore[index]
+    x, y = networks.inputs("mlp", 6), networks.targets("classification", 6)
+    Laplace(model, "classification", weights="last_layer").fit(networks.batches(x, y, 3, 3))
+    assert calls[1:] == [False, False]  # after the one that finds the last layer
+    la = Laplace(model, "classification", weights="2.*").fit([(x, y)])
+    calls.clear()
+    la.predict(x)
+    assert calls == [False]
+
+
+def test_last_layer_of_a_loader_that_is_read_once() -> None:
+    x, y = networks.inputs("mlp", 6), networks.targets("classification", 6)
+    la = Laplace(networks.make("mlp"), "classification", weights="last_layer").fit(iter(networks.batches(x, y, 3, 3)))
+    assert la.curvature.examples == 6
+
+
+def test_globs_and_frozen_parameters() -> None:
+    x, y = networks.inputs("mlp", 6), networks.targets("classification", 6)
+    model = networks.make("mlp")
+    la = Laplace(model, "classification", "full", weights="*.weight").fit([(x, y)])
+    assert la.curvature.parameters == ("0.weight", "2.weight")
+    torch.testing.assert_close(la.curvature.blocks[0].accumulator.matrix(), oracles.curvature(la, [(x, y)]))
+    model[0].requires_grad_(False)  # type: ignore[index]
+    la = Laplace(model, "classification", "full").fit([(x, y)])
+    assert la.curvature.parameters == ("2.weight", "2.bias")
+    model.requires_grad_(True)
+    model[0].weight.requires_grad_(False)  # type: ignore[index,union-attr,operator]
+    la = Laplace(model, "classification", "full").fit([(x, y)])
+    assert la.curvature.parameters == ("0.bias", "2.weight", "2.bias")
+    torch.testing.assert_close(la.curvature.blocks[0].accumulator.matrix(), oracles.curvature(la, [(x, y)]))
+    drawn = la.sample(2)
+    assert {name: value.shape for name, value in drawn.items()} == {
+        name: (2, *model.get_parameter(name).shape) for name in la.curvature.parameters
+    }
+
+
+class Branches(nn.Module):
+    """Some batches do not reach one of the branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.gain = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.left(x) if float(x.detach()[0, 0]) > 0 else self.right(x) * self.gain
+        return self.head(torch.tanh(x))
+
+
+def test_branches_that_some_batches_do_not_reach() -> None:
+    torch.manual_seed(0)
+    model = Branches().double()
+    x, y = networks.inputs("mlp", 8), networks.targets("classification", 8)
+    order = x[:, 0].argsort(descending=True)
+    positive = int((x[:, 0] > 0).sum())
+    data = [(x[order[:positive]], y[order[:positive]]), (x[order[positive:]], y[order[positive:]])]
+    for structure in ("diag", "full"):
+        la = Laplace(model, "classification", structure).fit(data)
+        expected = oracles.curvature(la, data)
+        found = torch.block_diag(*[block.accumulator.matrix() for block in la.curvature.blocks])
+        torch.testing.assert_close(found, expected if structure == "full" else torch.diag(expected.diagonal()))
+
+
+def test_in_place_and_checkpoint() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True))
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(checkpoint(self.body, x, use_reentrant=False))
+
+    torch.manual_seed(0)
+    model = Checkpointed().double()
+    data = [(networks.inputs("mlp", 5), networks.targets("classification", 5))]
+    la = Laplace(model, "classification", "full").fit(data)
+    torch.testing.assert_close(la.curvature.blocks[0].accumulator.matrix(), oracles.curvature(la, data))
+
+
+def test_batches_of_every_form() -> None:
+    model = networks.make("mlp")
+    x, y = networks.inputs("mlp", 5), networks.targets("classification", 5)
+    expected = float(Laplace(model, "classification").fit([(x, y)]).log_evidence())
+
+    class Returned:
+        def __init__(self, logits: Tensor) -> None:
+            self.logits = logits
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor, shift: Tensor | None = None) -> Any:
+            return Returned(self.inner(x if shift is None else x + shift))
+
+    loaders: list[tuple[Any, dict[str, Any]]] = [
+        ([[x, y]], {}),
+        ([(x, torch.zeros_like(x), y)], {}),
+        ([{"x": x, "labels": y}], {}),
+        ([{"x": x, "shift": torch.zeros(3, dtype=torch.float64), "labels": y}], {}),
+        ([(y, x)], {"unpack": lambda batch: ((batch[1],), {}, batch[0])}),
+        ([(x, y)], {"output": lambda returned: returned.logits}),
+    ]
+    for loader, options in loaders:
+        la = Laplace(Wrapped(), "classification", **options).fit(loader)
+        assert float(la.log_evidence()) == pytest.approx(expected, rel=1e-12)
+        assert la.predict({"x": x}).probs.shape == la.predict((x,)).probs.shape == (5, 3)
+
+
+def test_data_parallel_is_unwrapped_and_compiled_modules_run_eagerly() -> None:
+    model = networks.make("mlp")
+    data = [(networks.inputs("mlp", 5), networks.targets("classification", 5))]
+    expected = float(Laplace(model, "classification").fit(data).log_evidence())
+    assert float(Laplace(nn.DataParallel(model), "classification").fit(data).log_evidence()) == pytest.approx(expected)
+    compiled = torch.compile(model)
+    assert float(Laplace(compiled, "classification").fit(data).log_evidence()) == pytest.approx(expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    model = networks.make("cnn").to(dtype)
+    x, y = networks.inputs("cnn", 6).to(dtype), networks.targets("classification", 6)
+    reference = Laplace(networks.make("cnn"), "classification").fit([(x.double(), y)])
+    la = Laplace(model, "classification").fit([(x, y)])
+    assert la.curvature.blocks[0].accumulator.tensors()["inputs"].dtype == torch.float32
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    assert float(la.log_evidence()) == pytest.approx(float(reference.log_evidence()), rel=tolerance)
+    probs = la.predict(x).probs
+    assert probs.dtype == dtype
+    torch.testing.assert_close(probs.double(), reference.predict(x.double()).probs, rtol=0, atol=tolerance)
