@@ -133,9 +133,9 @@ def main(names: list[str]) -> None:
 def table(record: dict[str, Any]) -> str:
     rows = [
         "# Benchmarks", "",
-        f"`make bench`, {record['threads']} threads, torch {record['torch']}. Ratio: to one plain forward+backward pass "
-        "over the same data (fit), or to one plain forward pass (predict), medians of the same run. Data and weights "
-        "are random; the decomposition is apart.", "",
+        f"`make bench`, {record['threads']} threads, torch {record['torch']}. Ratio: to a plain forward+backward pass "
+        "over the same data (fit), or to one plain forward pass (predict), medians of one run. Data and weights are "
+        "random; the decomposition is apart.", "",
         "| case | ratio | seconds | peak MB |", "| --- | ---: | ---: | ---: |",
     ]  # fmt: skip
     for name, result in record["results"].items():

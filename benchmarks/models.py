@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -47,10 +49,11 @@ class ResNet18(nn.Module):
         widths = [64, 64, 128, 256, 512]
         self.stages = nn.Sequential(*(
             nn.Sequential(BasicBlock(a, b, 1 if b == 64 else 2), BasicBlock(b, b, 1))
-            for a, b in zip(widths, widths[1:], strict=False)
+            for a, b in itertools.pairwise(widths)
         ))  # fmt: skip
         self.fc = nn.Linear(512, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = functional.max_pool2d(functional.relu(self.bn1(self.conv1(x)), inplace=True), 3, 2, 1)
-        return self.fc(torch.flatten(functional.adaptive_avg_pool2d(self.stages(x), 1), 1))
+        logits: Tensor = self.fc(torch.flatten(functional.adaptive_avg_pool2d(self.stages(x), 1), 1))
+        return logits

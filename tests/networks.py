@@ -18,7 +18,7 @@ class Cnn(nn.Module):
         super().__init__()
         self.first = nn.Conv2d(2, 4, 3, padding="same", dilation=2, groups=groups)
         self.second = nn.Conv2d(4, 2, 2, stride=2, padding=1, bias=False, groups=groups)
-        self.head = nn.Linear(8 if groups == 1 else 8, OUTPUTS)
+        self.head = nn.Linear(8, OUTPUTS)
 
     def forward(self, x: Tensor) -> Tensor:
         x = functional.relu(self.first(x), inplace=True)
@@ -89,7 +89,7 @@ class BatchNormed(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU]) -> None:
         super().__init__()
         self.cell = kind(2, 2)  # [L, N, D]
         self.head = nn.Linear(2, OUTPUTS)

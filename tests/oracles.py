@@ -14,14 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lapwing import Laplace
 from lapwing.likelihoods import Likelihood
 
-
 _JACOBIANS: dict[Any, dict[str, Tensor]] = {}
 
 
 def jacobian(model: nn.Module, x: Any, names: list[str]) -> dict[str, Tensor]:
     """`{name: [N, D, *shape]}`, one backward pass for every output of every example; remembered by values."""
     values = (*model.state_dict().values(), x)
-    key = (tuple(names), tuple(value.cpu().numpy().tobytes() for value in values))
+    key = (tuple(names), tuple((value.shape, value.cpu().numpy().tobytes()) for value in values))
     if key not in _JACOBIANS:
         _JACOBIANS[key] = _jacobian(model, x, names)
     return _JACOBIANS[key]
@@ -178,7 +177,8 @@ def kron_factors(
         a = a.detach().mean(0, keepdim=True) if reduce else a.detach()
         inputs_sum = a.T @ a if inputs_sum is None else inputs_sum + a.T @ a
         count += a.shape[0]
-    assert inputs_sum is not None and outputs_sum is not None
+    assert inputs_sum is not None
+    assert outputs_sum is not None
     return torch.kron(outputs_sum, inputs_sum / count)
 
 

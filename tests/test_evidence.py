@@ -62,7 +62,7 @@ TAKES = {
 @pytest.mark.parametrize("tempered", ["likelihood", "both"])
 def test_priors_and_temperatures_against_dense_algebra(structure: str, prior: str, tempered: str) -> None:
     la = fitted(structure)
-    mean = {"0.bias": torch.full((4,), 0.3), "2.weight": 0.1}
+    mean: dict[str, Any] = {"0.bias": torch.full((4,), 0.3), "2.weight": 0.1}
     temperature = 1.7
     la = la.at(prior=GaussianPrior(PRIORS[prior](la), mean), temperature=temperature, tempered=tempered)
     precision = packed(la, {n: p.expand(la.posterior.sizes[n]) for n, p in la.posterior.precisions.items()})
@@ -273,7 +273,7 @@ def test_validation_takes_the_best_and_never_nan() -> None:
     loader = [(networks.inputs("mlp", 9, seed=5), networks.targets("classification", 9, seed=5))]
     la.tune_prior(method="validation", loader=loader, candidates=[1e9, 1e-6, 0.1, 1.0, 10.0, 1e-30], score="log")
     assert la.tuning_ is not None
-    scores = dict((option["prior"], score) for option, score in la.tuning_.candidates)
+    scores = {option["prior"]: score for option, score in la.tuning_.candidates}
     assert la.tuning_.value == max(scores.values())
     assert float(torch.as_tensor(la.prior.precision["*"])) == max(scores, key=scores.get)  # type: ignore
 

@@ -112,7 +112,6 @@ def test_large_sides_are_diagonal() -> None:
     whole = Laplace(model, "classification").fit(data)
     la = Laplace(model, "classification", max_factor=3).fit(data)
     for block, reference in zip(la.curvature.blocks, whole.curvature.blocks, strict=True):
-        groups, outputs, inputs = block.layers[0].shape or (0, 0, 0)
         accumulator = reference.accumulator
         factors = [accumulator.outputs[0], accumulator.inputs[0] / 6]  # type: ignore[attr-defined]
         factors = [f if len(f) <= 3 else torch.diag(f.diagonal()) for f in factors]

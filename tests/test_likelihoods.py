@@ -19,7 +19,7 @@ from tests import oracles
 def dense_columns(likelihood: Any, outputs: Tensor, targets: Tensor) -> Tensor:
     """`S_n S_nᵀ`: `[N, D, D]` from all columns."""
     columns = likelihood.hessian_columns(outputs, targets)
-    values = columns.part(0, columns.count).reshape(columns.count, len(outputs), -1)
+    values = columns.part(0, columns.count).reshape(columns.count, len(outputs), outputs[0].numel())
     return torch.einsum("knc,knd->ncd", values, values)
 
 

@@ -28,7 +28,7 @@ def closed_form(
 ) -> tuple[Tensor, Tensor, float]:
     """Posterior mean `[I, O]`, covariance `[I, I]` (per output) and tempered log evidence."""
     design = torch.cat([x, torch.ones_like(x[:, :1])], dim=1) if bias else x
-    count, width = design.shape
+    width = design.shape[1]
     scale = temperature / noise
     p = scale * design.T @ design + precision * torch.eye(width, dtype=x.dtype)
     mean = torch.linalg.solve(p, scale * design.T @ y)
@@ -98,7 +98,8 @@ def test_newton_center_finds_bayesian_ridge(structure: str) -> None:
         model = nn.Linear(10, 1, bias=False).double()
         la = Laplace(model, Gaussian(noise=[1.0, 1e3][seed]), structure, prior=[1.0, 1e-3][seed])
         la = la.fit([(x, y)]).at(center="newton").tune_prior()
-        assert la.tuning_ is not None and la.tuning_.converged
+        assert la.tuning_ is not None
+        assert la.tuning_.converged
         assert next(iter(la.tuning_.precisions.values())) == pytest.approx(ridge.lambda_, rel=1e-4)
         assert la.noise == pytest.approx(1 / ridge.alpha_, rel=1e-4)
         torch.testing.assert_close(la.posterior.mean["weight"][0], torch.tensor(ridge.coef_), rtol=1e-4, atol=1e-3)

@@ -140,7 +140,8 @@ def test_a_small_memory_budget_changes_nothing(structure: str) -> None:
             fitted(structure=structure, network=network, memory_budget=2000),
         )
         torch.testing.assert_close(wide.log_evidence(), tight.log_evidence(), rtol=1e-12, atol=0)
-        for options in ({}, {"diagonal": True}, {"joint": True}):
+        every: list[dict[str, Any]] = [{}, {"diagonal": True}, {"joint": True}]
+        for options in every:
             torch.testing.assert_close(wide.latent(x, **options).covariance, tight.latent(x, **options).covariance)
 
 

@@ -22,6 +22,7 @@ class Counting(nn.Module):
         self.body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh())
         self.frozen = nn.Linear(4, 4)
         self.head = nn.Linear(4, 3)
+        self.calls: Tensor
         self.register_buffer("calls", torch.zeros(()))
         self.frozen.requires_grad_(False)
 

@@ -24,7 +24,7 @@ def given(columns: Tensor) -> Columns:
 
 def diagonal(entries: Tensor) -> Columns:
     """One column per output that is `entries` `[N, *output]` there and 0 elsewhere."""
-    flat = entries.flatten(1)
+    flat = entries.reshape(entries.shape[0], -1)
 
     def part(start: int, stop: int) -> Tensor:
         columns = flat.new_zeros(stop - start, *flat.shape)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,22 +26,38 @@ from torch.distributions import (
 from lapwing.errors import InputError
 
 
-class Prediction(Protocol):
-    """What the predictions of all likelihoods share."""
+class Prediction:
+    """What predictions share. Which attributes there are depends on the likelihood; asking for others says so."""
 
-    @property
-    def aleatoric(self) -> Tensor:
-        """The part of the uncertainty that more data would not remove."""
+    if TYPE_CHECKING:
+        # So that `la.predict(x).probs` type-checks: predict cannot know the likelihood statically.
+        @property
+        def probs(self) -> Tensor: ...
+        @property
+        def labels(self) -> Tensor: ...
+        @property
+        def confidence(self) -> Tensor: ...
+        @property
+        def entropy(self) -> Tensor: ...
+        @property
+        def mutual_information(self) -> Tensor: ...
+        @property
+        def mean(self) -> Tensor: ...
+        @property
+        def variance(self) -> Tensor: ...
+        @property
+        def std(self) -> Tensor: ...
+        @property
+        def aleatoric(self) -> Tensor: ...
+        @property
+        def epistemic(self) -> Tensor: ...
+        def interval(self, probability: float = 0.95) -> tuple[Tensor, Tensor]: ...
+        def log_prob(self, targets: Tensor) -> Tensor: ...
+        def distribution(self) -> Distribution: ...
 
-    @property
-    def epistemic(self) -> Tensor:
-        """The part that comes from not knowing the weights."""
-
-    def log_prob(self, targets: Tensor) -> Tensor:
-        """Log of the predictive probability or density of the targets, one per example: `[N]`."""
-
-    def distribution(self) -> Distribution:
-        """The predictive distribution as a `torch.distributions` object."""
+    def __getattr__(self, name: str) -> Any:
+        public = [word for word in dir(self) if not word.startswith("_")]
+        raise AttributeError(f"A {type(self).__name__} has no {name!r}; it has {', '.join(public)}.")
 
 
 @dataclass(frozen=True)
@@ -70,7 +86,7 @@ def _unavailable() -> Entropies:
 
 
 @dataclass(frozen=True)
-class ClassPrediction:
+class ClassPrediction(Prediction):
     """A distribution over classes, `log_probs: [N, *output]` with the classes along `dim`.
 
     Uncertainty is measured as entropy in nats: `entropy = aleatoric + epistemic`, where `epistemic` is
@@ -149,7 +165,7 @@ class ClassPrediction:
 
 
 @dataclass(frozen=True)
-class BinaryPrediction:
+class BinaryPrediction(Prediction):
     """A probability of "yes" for each output, `probs: [N, *output]`; entropies per output in nats."""
 
     probs: Tensor
@@ -210,7 +226,7 @@ class BinaryPrediction:
 
 
 @dataclass(frozen=True)
-class RegressionPrediction:
+class RegressionPrediction(Prediction):
     """Mean and variance of real targets: `variance = aleatoric + epistemic`, each `[N, *output]`.
 
     `covariance` `[N, D, D]`, where present, is the epistemic covariance between the D outputs;

@@ -1,0 +1,202 @@
+"""Properties over random shapes, groups, dtypes and priors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lapwing import Gaussian, Laplace
+from lapwing.layers.convolution import Convolution
+from lapwing.layers.rule import ExampleAxis, moments_of
+from tests import oracles
+
+SETTINGS = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+
+
+@st.composite
+def convolutions(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
+    """A convolution of any kind in float64 and an input for it."""
+    dimensions = draw(st.integers(1, 3))
+    groups = draw(st.integers(1, 3))
+
+    def each(low: int, high: int) -> tuple[int, ...]:
+        return tuple(draw(st.integers(low, high)) for _ in range(dimensions))
+
+    kernel, dilation = each(1, 3), each(1, 2)
+    padding: Any = draw(st.sampled_from(["same", "valid", "numbers"]))
+    stride = (1,) * dimensions if padding == "same" else each(1, 3)
+    mode = draw(st.sampled_from(["zeros", "circular", "reflect", "replicate"]))
+    space = each(3, 6)
+    padding = each(0, 1) if padding == "numbers" else padding
+    assume(all(gap * (size - 1) + 1 <= length for gap, size, length in zip(dilation, kernel, space, strict=True)))
+    assume(
+        mode in ("zeros", "replicate")
+        or all(gap * (k - 1) < s for gap, k, s in zip(dilation, kernel, space, strict=True))
+    )
+    kind: Any = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dimensions]
+    seed = draw(st.integers(0, 1000))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        conv = kind(
+            groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2)), kernel, stride, padding, dilation,
+            groups, bias=draw(st.booleans()), padding_mode=mode,
+        ).double()  # fmt: skip
+        x = torch.randn(draw(st.integers(1, 3)), conv.in_channels, *space, dtype=torch.float64)
+    return conv, x
+
+
+class Pooled(nn.Module):
+    """A convolution read out by random weights that differ between positions."""
+
+    def __init__(self, conv: nn.Module, x: Tensor) -> None:
+        super().__init__()
+        self.conv = conv
+        with torch.no_grad():
+            shape = conv(x).shape[1:]
+        self.register_buffer("readout", torch.randn(2, shape.numel(), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.conv(x)).flatten(1) @ self.readout.T  # type: ignore[operator]
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@SETTINGS
+@given(convolutions(), st.sampled_from(["diag", "block"]))
+def test_convolutions_of_any_kind(case: tuple[nn.Module, Tensor], structure: str) -> None:
+    conv, x = case
+    torch.manual_seed(0)
+    model = Pooled(conv, x)
+    data = [(x, torch.randn(len(x), 2, dtype=torch.float64))]
+    la = Laplace(model, "regression", structure).fit(data)
+    assert la.curvature.blocks[0].layers[0].path == "convolution"
+    expected = oracles.curvature(la, data)
+    expected = torch.diag(expected.diagonal()) if structure == "diag" else expected
+    torch.testing.assert_close(la.curvature.blocks[0].accumulator.matrix(), expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@SETTINGS
+@given(convolutions())
+def test_moments_of_convolutions(case: tuple[nn.Module, Tensor]) -> None:
+    """Products of rows give the same `Σ a aᵀ` as unfolding everything."""
+    conv, x = case
+    padded: Any = conv
+    if padded.padding_mode != "zeros":
+        x = nn.functional.pad(x, padded._reversed_padding_repeated_twice, mode=padded.padding_mode)
+        padding: Any = 0
+    else:
+        padding = padded.padding
+    rule = Convolution()
+    arguments = (x, padded.weight.detach(), None, padded.stride, padding, padded.dilation, padded.groups)
+    call = rule.read(nn.functional.conv2d, arguments, {})
+    everything = (call, ExampleAxis(0), len(x), slice(None))
+    found, expected = rule.moments(*everything), moments_of(rule.inputs(*everything))
+    torch.testing.assert_close(found.products, expected.products, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found.sums, expected.sums, rtol=1e-10, atol=1e-12)
+    assert found.count == expected.count
+
+
+@SETTINGS
+@given(
+    st.lists(st.integers(1, 3), max_size=3),
+    st.integers(1, 4),
+    st.sampled_from(["diag", "block", "full"]),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.booleans(),
+)
+def test_linear_layers_with_any_leading_dimensions(
+    lead: list[int], examples: int, structure: str, dtype: torch.dtype, bias: bool
+) -> None:
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 3, bias=bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.linear(x)).reshape(len(x), -1, 3).sum(1)
+
+    torch.manual_seed(0)
+    model = Summed().to(dtype)
+    data = [(torch.randn(examples, *lead, 2, dtype=dtype), torch.randn(examples, 3, dtype=dtype))]
+    la = Laplace(model, "regression", structure).fit(data)
+    double = Laplace(Summed().double(), "regression", structure)
+    double.model.load_state_dict(model.state_dict())
+    exact = double.fit([(x.double(), y.double()) for x, y in data])
+    expected = oracles.curvature(exact, [(x.double(), y.double()) for x, y in data])
+    expected = torch.diag(expected.diagonal()) if structure == "diag" else expected
+    tolerance = 1e-10 if dtype == torch.float64 else 2e-5
+    found = la.curvature.blocks[0].accumulator.matrix().double()
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+@SETTINGS
+@given(
+    st.dictionaries(st.sampled_from(["0.weight", "0.bias", "2.weight", "2.bias"]), st.floats(1e-4, 1e4), max_size=4),
+    st.floats(1e-4, 1e4),
+    st.floats(0.01, 100),
+    st.floats(0.01, 100),
+    st.sampled_from(["diag", "kron", "block", "full"]),
+)
+def test_evidence_of_any_groups(
+    groups: dict[str, float], rest: float, noise: float, temperature: float, structure: str
+) -> None:
+    la = _regression(structure).at(prior={**groups, "*": rest}, noise=noise, temperature=temperature)
+    matrix = torch.block_diag(*[block.accumulator.matrix() for block in la.curvature.blocks])
+    posterior = la.posterior
+    precision, weights = (
+        torch.cat([block.pack(values) for block in la.curvature.blocks])
+        for values in ({n: p.expand(posterior.sizes[n]) for n, p in posterior.precisions.items()}, posterior.weights)
+    )
+    statistics = la.curvature.statistics
+    log_likelihood = float(statistics.log_likelihood_at(torch.tensor(noise, dtype=torch.float64)))
+    expected = oracles.log_evidence(log_likelihood, matrix, precision, weights, temperature / noise, temperature)
+    assert float(la.log_evidence()) == pytest.approx(expected, rel=1e-9, abs=1e-8)
+    inverse = torch.linalg.inv(temperature / noise * matrix + torch.diag(precision))
+    variances = torch.cat([block.pack(posterior.variances()) for block in la.curvature.blocks])
+    torch.testing.assert_close(variances, inverse.diagonal(), rtol=1e-6, atol=0)
+
+
+_FITTED: dict[str, Laplace] = {}
+
+
+def _regression(structure: str) -> Laplace:
+    if structure not in _FITTED:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+        x = torch.randn(9, 2, dtype=torch.float64)
+        _FITTED[structure] = Laplace(model, Gaussian(), structure).fit([(x, x.sum(1, keepdim=True))])
+    return _FITTED[structure]
+
+
+def test_outputs_without_an_output_dimension() -> None:
+    """`[N]` outputs, for regression and for a yes or no."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).squeeze(-1)
+
+    torch.manual_seed(0)
+    model, x = Flat().double(), torch.randn(6, 3, dtype=torch.float64)
+    for likelihood, y in (("regression", torch.randn(6, dtype=torch.float64)), ("binary", torch.randint(2, (6,)))):
+        la = Laplace(model, likelihood, "full").fit([(x, y)])
+        torch.testing.assert_close(la.curvature.blocks[0].accumulator.matrix(), _flat_curvature(la, x, y))
+        assert la.latent(x).mean.shape == (6,)
+        assert la.latent(x).covariance.shape == (6, 1, 1)
+        assert la.latent(x, diagonal=True).covariance.shape == (6,)
+        assert la.predict(x).log_prob(y).shape == (6,)
+
+
+def _flat_curvature(la: Laplace, x: Tensor, y: Tensor) -> Tensor:
+    design = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
+    f = oracles.evaluate(la.model, x)
+    weight = torch.ones_like(f) if la.likelihood.name == "gaussian" else torch.sigmoid(f) * torch.sigmoid(-f)
+    return design.T @ (weight[:, None] * design)
