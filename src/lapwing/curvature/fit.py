@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from lapwing.batches import Unpack, unpack
 from lapwing.curvature.blocks import Block, deliver
@@ -20,6 +19,7 @@ from lapwing.curvature.kronecker import KroneckerAccumulator
 from lapwing.curvature.structures import StructureOptions, arrange, build, group
 from lapwing.errors import InputError
 from lapwing.likelihoods import Likelihood, Statistics
+from lapwing.progress import bar
 from lapwing.tape import Record, Tape
 
 
@@ -69,8 +69,7 @@ class Fit:
     def _batches(self, tape: Tape, loader: Iterable[Any], passes: int, title: str) -> Iterator[tuple[Record, Tensor]]:
         device = next(iter(tape.parameters.values())).device
         for _ in range(passes):
-            # A bar appears only where the work lasts longer than two seconds.
-            for number, batch in enumerate(tqdm(loader, title, delay=2, leave=False, disable=not self.progress)):
+            for number, batch in enumerate(bar(loader, title, self.progress)):
                 where = f"Batch {number}"
                 inputs, targets = unpack(batch, where, self.unpack)
                 inputs, targets = inputs.to(device), targets.to(device)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from lapwing.batches import unpack
 from lapwing.errors import InputError, TuningWarning, choose
 from lapwing.predictive.prediction import BinaryPrediction, ClassPrediction, Prediction
+from lapwing.progress import bar
 from lapwing.tuning.result import Tuning
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def tune_by_validation(
     """
     scorer = SCORES[choose(score, SCORES, "score")] if isinstance(score, str) else score
     priors = list(candidates) if candidates is not None else [10 ** (k / 2.5) for k in range(-10, 11)]
-    options = [
+    options: list[dict[str, Any]] = [
         {"prior": prior, "temperature": temperature}
         for prior in priors
         for temperature in (temperatures if temperatures is not None else [la.temperature])
@@ -74,8 +74,7 @@ def tune_by_validation(
         return _mean_score(candidate, batches, scorer, predict)
 
     start = score_of(la)
-    bar = tqdm(options, "tune prior", delay=2, leave=False, disable=not la.progress)
-    results = [(option, score_of(la.at(**option))) for option in bar]
+    results = [(option, score_of(la.at(**option))) for option in bar(options, "tune prior", la.progress)]
     finite = [(option, value) for option, value in results if math.isfinite(value)]
     if not finite:
         raise InputError(
