@@ -43,13 +43,10 @@ def log_likelihood(posterior: Posterior) -> Tensor:
 def log_prior(posterior: Posterior) -> Tensor:
     """`log N(θ*; μ₀, Π⁻¹)`, untempered; 0-d."""
     terms = []
+    squares = posterior.squared_distances
     for name, precision in posterior.precisions.items():
-        distance = posterior.weights[name].double() - posterior.means[name]
-        if posterior.center != "network":
-            distance = distance + posterior.step[name]
-        squares = distance.square()
         if precision.dim() == 0:
-            terms.append(0.5 * (squares.numel() * precision.log() - precision * squares.sum()))
+            terms.append(0.5 * (posterior.sizes[name].numel() * precision.log() - precision * squares[name].sum()))
         else:
-            terms.append(0.5 * (precision.log() - precision * squares).sum())
+            terms.append(0.5 * (precision.log() - precision * squares[name]).sum())
     return torch.stack(terms).sum() - 0.5 * posterior.spectrum.curvature.size * math.log(2 * math.pi)

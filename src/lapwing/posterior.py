@@ -177,6 +177,18 @@ class Posterior:
             return torch.stack(terms).sum()
 
     @cached_property
+    def squared_distances(self) -> dict[str, Tensor]:
+        """`(θ* − μ₀)²` by parameter name, float64; summed already where one precision is shared."""
+        found: dict[str, Tensor] = {}
+        shared = self.spectrum.squared_distance(self._gaussian(), self.weights) if self.center == "network" else {}
+        for name, precision in self.precisions.items():
+            if name in shared and precision.dim() == 0:
+                found[name] = shared[name]
+            else:
+                found[name] = (self.weights[name].double() + self.step[name] - self.means[name]).square()
+        return found
+
+    @cached_property
     def mean(self) -> dict[str, Tensor]:
         """θ* by parameter name, in the weights' dtype."""
         if self.center == "network":

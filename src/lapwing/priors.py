@@ -36,6 +36,12 @@ class GaussianPrior:
         values = self.precision.items() if isinstance(self.precision, Mapping) else [("*", self.precision)]
         resolved = {glob: positive(value, f"The prior precision of {glob!r}") for glob, value in values}
         object.__setattr__(self, "precision", resolved)
+        means = self.mean.items() if isinstance(self.mean, Mapping) else [("*", self.mean)]
+        means_resolved = {glob: torch.as_tensor(value, dtype=torch.float64) for glob, value in means}
+        for glob, value in means_resolved.items():
+            if not bool(torch.isfinite(value).all()):
+                raise InputError(f"The prior mean of {glob!r} holds NaN or inf.")
+        object.__setattr__(self, "mean", means_resolved)
 
     def __repr__(self) -> str:
         assert isinstance(self.precision, Mapping)
@@ -60,23 +66,22 @@ class GaussianPrior:
 
     def means(self, sizes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
         """Mean by parameter name, 0-d or in the parameter's shape; float64."""
-        given = self.mean if isinstance(self.mean, Mapping) else {"*": self.mean}
+        assert isinstance(self.mean, Mapping)
         found = {}
         for name, size in sizes.items():
-            glob = next((glob for glob in given if glob == name or fnmatchcase(name, glob)), None)
-            value = torch.as_tensor(0.0 if glob is None else given[glob], dtype=torch.float64)
-            if not bool(torch.isfinite(value).all()):
-                raise InputError(f"The prior mean of {name!r} holds NaN or inf.")
+            glob = next((glob for glob in self.mean if glob == name or fnmatchcase(name, glob)), None)
+            value = torch.zeros((), dtype=torch.float64) if glob is None else torch.as_tensor(self.mean[glob])
             found[name] = _fit_shape(value, size, name, "mean")
         return found
 
     def to(self, device: torch.device) -> GaussianPrior:
         assert isinstance(self.precision, Mapping)
-        given = self.mean if isinstance(self.mean, Mapping) else {"*": self.mean}
-        mean = {glob: torch.as_tensor(value, device=device) for glob, value in given.items()}
-        return GaussianPrior(
-            {glob: torch.as_tensor(value, device=device) for glob, value in self.precision.items()}, mean
+        assert isinstance(self.mean, Mapping)
+        precision, mean = (
+            {glob: torch.as_tensor(value, device=device) for glob, value in values.items()}
+            for values in (self.precision, self.mean)
         )
+        return GaussianPrior(precision, mean)
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,8 @@ def _fit_shape(value: Tensor, size: torch.Size, name: str, what: str) -> Tensor:
 
 
 def _is_zero(mean: Value | Mapping[str, Value]) -> bool:
-    return not isinstance(mean, Mapping) and bool((torch.as_tensor(mean) == 0).all())
+    assert isinstance(mean, Mapping)
+    return all(bool((torch.as_tensor(value) == 0).all()) for value in mean.values())
 
 
 @dataclass(frozen=True)

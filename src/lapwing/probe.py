@@ -24,26 +24,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lapwing")
 
 
-def example_axes(record: Record) -> tuple[ExampleAxis | None, ...]:
-    """The example axis of each use, or None where the examples are coupled or absent."""
+Axes = tuple[ExampleAxis | None, ...]
+
+
+def examine(record: Record) -> tuple[Axes, tuple[Layer, ...]]:
+    """The example axis of each use (None where the examples are coupled or absent), and the layers."""
     vector, scale = _random(record)
-    edges = [use.edge for use in record.uses]
+    edges: list[Tensor | GradientEdge] = [use.edge for use in record.uses]
+    both = _backward(record, [*edges, *record.parameters.values()], vector)
+    plain, truth = both[: len(edges)], dict(zip(record.parameters, both[len(edges) :], strict=True))
     if not edges:
-        return ()
-    plain = _backward(record, edges, vector)
+        return (), _layers(record, (), plain, truth)
     scaled = _backward(record, edges, vector * scale.view(-1, *[1] * (vector.dim() - 1)))
-    return tuple(
+    axes = tuple(
         _find(use, first, second, scale) for use, first, second in zip(record.uses, plain, scaled, strict=True)
     )
+    return axes, _layers(record, axes, plain, truth)
 
 
-def layers(record: Record, axes: tuple[ExampleAxis | None, ...]) -> tuple[Layer, ...]:
+def _layers(
+    record: Record, axes: Axes, plain: list[Tensor | None], truth: dict[str, Tensor | None]
+) -> tuple[Layer, ...]:
     """Pairs where the self-check against autograd holds; every other parameter comes as rows."""
-    vector, _ = _random(record)
     parameters = record.parameters
-    edges = [use.edge for use in record.uses]
-    plain = _backward(record, edges, vector) if edges else []
-    truth = dict(zip(parameters, _backward(record, list(parameters.values()), vector), strict=True))
     found: list[Layer] = []
     covered: set[str] = set()
     by_weight: dict[str, list[int]] = {}
@@ -105,7 +108,7 @@ def _agrees(
     record: Record,
     layer: Layer,
     indices: list[int],
-    axes: tuple[ExampleAxis | None, ...],
+    axes: Axes,
     plain: list[Tensor | None],
     truth: dict[str, Tensor | None],
 ) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lapwing.curvature import Block, Curvature
 from lapwing.curvature.accumulator import Decomposition
+from lapwing.priors import GaussianPrior
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Spectrum:
     curvature: Curvature
     _plain: dict[int, Decomposition] = field(default_factory=dict, repr=False)
     _shaped: dict[int, tuple[Tensor, Decomposition]] = field(default_factory=dict, repr=False)
+    _distances: tuple[object, dict[str, Tensor]] | None = field(default=None, repr=False)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -48,6 +50,14 @@ class Spectrum:
         if index not in self._shaped or not torch.equal(self._shaped[index][0], shape):
             self._shaped[index] = (shape, accumulator.decompose(shape))
         return self._shaped[index][1]
+
+    def squared_distance(self, prior: GaussianPrior, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`‖θ̃ − μ₀‖²` by parameter, 0-d; kept for the last prior mean."""
+        if self._distances is None or self._distances[0] is not prior.mean:
+            means = prior.means({name: value.shape for name, value in weights.items()})
+            found = {name: (value.double() - means[name]).square().sum() for name, value in weights.items()}
+            self._distances = (prior.mean, found)
+        return self._distances[1]
 
     def prior_of(self, index: int, precisions: dict[str, Tensor]) -> PriorOfBlock:
         """Write the precisions of a block's parameters as `λ M`."""

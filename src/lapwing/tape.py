@@ -117,8 +117,7 @@ class Tape:
         """The example axis of every use: probed once per shape of input, the batch size apart."""
         key = self._signature(record)
         if key not in self._axes or self.layers is None:
-            axes = probe.example_axes(record)
-            layers = probe.layers(record, axes)
+            axes, layers = probe.examine(record)
             if self.layers is None:
                 self.layers = layers
             else:

@@ -158,8 +158,7 @@ class _Space:
         """What the gradient is measured against: `λ_g ‖θ*_g − μ₀‖²` of each group, T times the observations."""
         posterior = self.at(point).posterior
         weighted = {
-            name: precision * (posterior.weights[name].double() + posterior.step[name] - posterior.means[name]).square()
-            for name, precision in posterior.precisions.items()
+            name: precision * posterior.squared_distances[name] for name, precision in posterior.precisions.items()
         }
         scales = [
             weighted[group.members[0]].flatten() if group.shape else _total([weighted[name] for name in group.members])
