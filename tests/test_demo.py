@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lapwing import cli, demo
+from lapwing import cli, demo, demo_picture
 from lapwing.version import __version__
 
 pytest.importorskip("sklearn")
@@ -95,7 +95,7 @@ def test_bands_hold_the_data_and_widen_outside(curve: demo.Curve):
 
 
 def test_picture_is_drawn(curve: demo.Curve, comparison: demo.Comparison, tmp_path: Path):
-    demo.draw(curve, comparison, tmp_path / "picture.png")
+    demo_picture.draw(curve, comparison, tmp_path / "picture.png")
     pixels = image.imread(tmp_path / "picture.png")
     assert pixels.shape[:2] == (649, 1771)
     for panel in (pixels[:, :590], pixels[:, 590:1180], pixels[:, 1180:]):

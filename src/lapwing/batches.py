@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,3 +119,20 @@ def read_output(output: Any, custom: ReadOutput | None = None) -> Tensor:
     if output.dim() == 0:
         raise InputError("The model returned a single number; its outputs need an example axis first: [N, ...].")
     return output
+
+
+def peek(loader: Iterable[Any]) -> tuple[Iterable[Any], Any]:
+    """The first batch, without losing it where the loader can be read only once."""
+    if iter(loader) is not loader:
+        for batch in loader:
+            return loader, batch
+    else:
+        iterator = iter(loader)
+        for batch in iterator:
+            return _chain(batch, iterator), batch
+    raise InputError("The loader is empty: it yielded no batch, so there is nothing to fit.")
+
+
+def _chain(first: Any, rest: Iterable[Any]) -> Iterable[Any]:
+    yield first
+    yield from rest

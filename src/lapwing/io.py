@@ -19,6 +19,7 @@ from lapwing.curvature import Block, Curvature
 from lapwing.curvature.diagonal import DiagonalAccumulator
 from lapwing.curvature.structures import build, group
 from lapwing.errors import FileError
+from lapwing.fitted import Fitted
 from lapwing.gradients import Layer
 from lapwing.likelihoods import Likelihood, Statistics
 from lapwing.priors import FactoredDamping, GaussianPrior, Prior
@@ -85,7 +86,7 @@ def load(
     output: ReadOutput | None = None,
 ) -> Laplace:
     """Read a file back onto `model`, or say why not."""
-    from lapwing.laplace import Laplace, _Fitted
+    from lapwing.laplace import Laplace
 
     header, tensors = _read(path)
     model = unwrap(model)
@@ -123,7 +124,7 @@ def load(
     statistics = Statistics(**header["statistics"], errors=tensors.get("errors"))
     gradient = {name: tensors[f"gradient/{name}"].to(device) for name in parameters}
     curvature = Curvature(la.structure, la.curvature_kind, tuple(blocks), statistics, gradient)
-    la._fitted = _Fitted(tape, Spectrum(curvature))
+    la._fitted = Fitted(tape, Spectrum(curvature))
     return la
 
 

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import evidence, io, likelihoods, priors
-from lapwing.batches import Inputs, ReadOutput, Unpack
+from lapwing.batches import Inputs, ReadOutput, Unpack, peek
 from lapwing.curvature import DENSE, KINDS, STRUCTURES, Curvature, StructureOptions
 from lapwing.curvature.fit import Fit
 from lapwing.errors import InputError, NotFittedError, choose, positive
+from lapwing.fitted import Fitted
 from lapwing.guard import borrowed, random_state_kept
 from lapwing.likelihoods import Likelihood
+from lapwing.likelihoods.base import GaussianOutputs
 from lapwing.posterior import CENTERS, TEMPERED, Posterior
 from lapwing.predictive.linearized import Latent, latent
 from lapwing.predictive.prediction import Prediction
@@ -114,7 +116,7 @@ class Laplace:
         self.tempered = choose(tempered, TEMPERED, "tempered")
         self.center = "network"
         self.tuning_: Tuning | None = None
-        self._fitted: _Fitted | None = None
+        self._fitted: Fitted | None = None
 
     @property
     def temperature(self) -> float:
@@ -165,7 +167,7 @@ class Laplace:
         chosen = select(self.model, self.weights)
         with random_state_kept(), borrowed(self.model, chosen):
             if self.weights == LAST_LAYER:
-                loader, first = _peek(loader)
+                loader, first = peek(loader)
                 names = last_layer(self._tape(chosen), first, self.unpack)
                 chosen = {name: chosen[name] for name in names}
             with self._borrow(chosen):
@@ -175,7 +177,7 @@ class Laplace:
                     self.max_columns, self.unpack, self.progress,
                 ).run(tape, loader, passes, generator)  # fmt: skip
         fitted = copy.copy(self)
-        fitted._fitted = _Fitted(tape, Spectrum(curvature))
+        fitted._fitted = Fitted(tape, Spectrum(curvature))
         if self.curvature_kind == "hessian":
             fitted.posterior.log_det_precision()  # raises here and now if it is indefinite
         self._fitted = fitted._fitted
@@ -191,7 +193,7 @@ class Laplace:
     def _borrow(self, names: Collection[str]) -> AbstractContextManager[None]:
         return borrowed(self.model, names)
 
-    def _state(self) -> _Fitted:
+    def _state(self) -> Fitted:
         if self._fitted is None:
             raise NotFittedError("There is no posterior yet: call la.fit(loader) first.")
         self._fitted.check_unchanged()
@@ -338,9 +340,8 @@ class Laplace:
         full = link == "mc" or state.tape.output_size <= _FULL_COVARIANCE
         mean, covariance = moved.latent(x, diagonal=not full)
         variance = covariance.diagonal(dim1=1, dim2=2).reshape(mean.shape) if full else covariance
-        return self.likelihood.predict_gaussian(
-            mean, variance, covariance if full else None, self._noise.detach(), link, samples or 1000, generator
-        )
+        latents = GaussianOutputs(mean, variance, covariance if full else None)
+        return self.likelihood.predict_gaussian(latents, self._noise.detach(), link, samples or 1000, generator)
 
     def _inputs(self, x: Any) -> Inputs:
         if isinstance(x, Mapping):
@@ -356,7 +357,7 @@ class Laplace:
     def merge(self, other: Laplace) -> Laplace:
         """The posterior given the data of both (same model, weights, structure and curvature)."""
         merged = copy.copy(self)
-        merged._fitted = _Fitted(self._state().tape, Spectrum(self.curvature.merge(other.curvature)))
+        merged._fitted = Fitted(self._state().tape, Spectrum(self.curvature.merge(other.curvature)))
         return merged
 
     def summary(self) -> str:
@@ -386,7 +387,7 @@ class Laplace:
             parameters = {name: self.model.get_parameter(name) for name in self._fitted.weights}
             tape = self._tape(parameters)
             tape.layers, tape.output_size = self._fitted.tape.layers, self._fitted.tape.output_size
-            self._fitted = _Fitted(tape, Spectrum(self.curvature.to(device)))
+            self._fitted = Fitted(tape, Spectrum(self.curvature.to(device)))
         if isinstance(self.prior, priors.GaussianPrior):
             self.prior = self.prior.to(device)
         self._noise, self._temperature = self._noise.to(device), self._temperature.to(device)
@@ -399,41 +400,3 @@ class Laplace:
             f"weights={self.weights!r}, prior={self.prior!r}, temperature={self.temperature:g} (multiplies the "
             f"likelihood){seen})"
         )
-
-
-class _Fitted:
-    """What a fit leaves behind: the tape with the layers it found, the spectrum, the weights' values."""
-
-    def __init__(self, tape: Tape, spectrum: Spectrum) -> None:
-        self.tape, self.spectrum = tape, spectrum
-        self.weights = {name: parameter.detach().clone() for name, parameter in tape.parameters.items()}
-        self.versions = [parameter._version for parameter in tape.parameters.values()]
-
-    def check_unchanged(self) -> None:
-        versions = [parameter._version for parameter in self.tape.parameters.values()]
-        if versions == self.versions:
-            return
-        for name, parameter in self.tape.parameters.items():
-            if not torch.equal(parameter.detach(), self.weights[name]):
-                raise InputError(
-                    f"Parameter {name!r} changed since the fit, so the posterior no longer belongs to the model. "
-                    "Restore the weights, or call la.fit(loader) again."
-                )
-        self.versions = versions
-
-
-def _peek(loader: Iterable[Any]) -> tuple[Iterable[Any], Any]:
-    """The first batch, without losing it where the loader can be read only once."""
-    if iter(loader) is not loader:
-        for batch in loader:
-            return loader, batch
-    else:
-        iterator = iter(loader)
-        for batch in iterator:
-            return _chain(batch, iterator), batch
-    raise InputError("The loader is empty: it yielded no batch, so there is nothing to fit.")
-
-
-def _chain(first: Any, rest: Iterable[Any]) -> Iterable[Any]:
-    yield first
-    yield from rest

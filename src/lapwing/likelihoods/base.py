@@ -57,6 +57,15 @@ class Statistics:
         return self.log_likelihood - 0.5 * self.observations * noise.log() + 0.5 * self.squared_error * (1 - 1 / noise)
 
 
+@dataclass(frozen=True)
+class GaussianOutputs:
+    """Outputs f ~ N: `mean` and `variance` `[N, *output]`, and where kept the `covariance` `[N, D, D]`."""
+
+    mean: Tensor
+    variance: Tensor
+    covariance: Tensor | None
+
+
 class Likelihood(Protocol):
     """One object for all of p(y|f): factors of N, ½, reductions and masks live here and nowhere else.
 
@@ -88,14 +97,7 @@ class Likelihood(Protocol):
         """`∇_f log p(y'|f_n)` with y' drawn from p(y|f_n): `[S, N, *output]`."""
 
     def predict_gaussian(
-        self,
-        mean: Tensor,
-        variance: Tensor,
-        covariance: Tensor | None,
-        noise: Tensor,
-        link: str | None,
-        samples: int,
-        generator: torch.Generator | None,
+        self, f: GaussianOutputs, noise: Tensor, link: str | None, samples: int, generator: torch.Generator | None
     ) -> Prediction:
         """Integrate p(y|f) over f ~ N(mean, covariance), in closed form or by Monte Carlo in f."""
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from lapwing.columns import Columns, diagonal
 from lapwing.errors import InputError
-from lapwing.likelihoods.base import Statistics, check_finite, check_same_shape
+from lapwing.likelihoods.base import GaussianOutputs, Statistics, check_finite, check_same_shape
 from lapwing.predictive.links import bernoulli_link
 from lapwing.predictive.prediction import BinaryPrediction
 
@@ -48,16 +48,9 @@ class Bernoulli:
         return torch.bernoulli(probs, generator=generator) - probs
 
     def predict_gaussian(
-        self,
-        mean: Tensor,
-        variance: Tensor,
-        covariance: Tensor | None,
-        noise: Tensor,
-        link: str | None,
-        samples: int,
-        generator: torch.Generator | None,
+        self, f: GaussianOutputs, noise: Tensor, link: str | None, samples: int, generator: torch.Generator | None
     ) -> BinaryPrediction:
-        return bernoulli_link(mean, variance, link or "probit", samples, generator)
+        return bernoulli_link(f.mean, f.variance, link or "probit", samples, generator)
 
     def predict_samples(self, outputs: Tensor, noise: Tensor) -> BinaryPrediction:
         return BinaryPrediction.mixture(torch.sigmoid(outputs))

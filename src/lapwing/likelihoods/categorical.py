@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lapwing.columns import Columns
 from lapwing.errors import InputError
-from lapwing.likelihoods.base import Statistics, check_finite
+from lapwing.likelihoods.base import GaussianOutputs, Statistics, check_finite
 from lapwing.predictive.links import categorical_link
 from lapwing.predictive.prediction import ClassPrediction
 
@@ -130,20 +130,14 @@ class Categorical:
         return self._outputs(gradients * self._observed(targets).to(probs.dtype).unsqueeze(-1), outputs)
 
     def predict_gaussian(
-        self,
-        mean: Tensor,
-        variance: Tensor,
-        covariance: Tensor | None,
-        noise: Tensor,
-        link: str | None,
-        samples: int,
-        generator: torch.Generator | None,
+        self, f: GaussianOutputs, noise: Tensor, link: str | None, samples: int, generator: torch.Generator | None
     ) -> ClassPrediction:
-        return categorical_link(mean, variance, covariance, self._axis(mean), link or "probit", samples, generator)
+        prediction = categorical_link(f, self._axis(f.mean), link or "probit", samples, generator)
+        return replace(prediction, ignore_index=self.ignore_index)
 
     def predict_samples(self, outputs: Tensor, noise: Tensor) -> ClassPrediction:
         axis = self._axis(outputs[0])
-        return ClassPrediction.mixture(outputs.softmax(axis + 1), axis)
+        return ClassPrediction.mixture(outputs.softmax(axis + 1), axis, self.ignore_index)
 
     def config(self) -> dict[str, Any]:
         return {"name": self.name, "dim": self.dim, "ignore_index": self.ignore_index}

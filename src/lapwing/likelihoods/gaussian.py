@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lapwing.columns import Columns, diagonal
 from lapwing.errors import InputError, choose, positive
-from lapwing.likelihoods.base import Statistics, check_finite, check_same_shape
+from lapwing.likelihoods.base import GaussianOutputs, Statistics, check_finite, check_same_shape
 from lapwing.predictive.prediction import RegressionPrediction
 
 
@@ -76,17 +76,10 @@ class Gaussian:
         return draws * self._ratios(outputs).rsqrt()
 
     def predict_gaussian(
-        self,
-        mean: Tensor,
-        variance: Tensor,
-        covariance: Tensor | None,
-        noise: Tensor,
-        link: str | None,
-        samples: int,
-        generator: torch.Generator | None,
+        self, f: GaussianOutputs, noise: Tensor, link: str | None, samples: int, generator: torch.Generator | None
     ) -> RegressionPrediction:
         choose(link or "exact", ["exact"], "link for regression")
-        return RegressionPrediction(mean, self._noise_of(mean, noise), variance, covariance=covariance)
+        return RegressionPrediction(f.mean, self._noise_of(f.mean, noise), f.variance, covariance=f.covariance)
 
     def predict_samples(self, outputs: Tensor, noise: Tensor) -> RegressionPrediction:
         mean = outputs.mean(0)

@@ -8,19 +8,14 @@ import torch
 from torch import Tensor
 
 from lapwing.errors import InputError, choose
-from lapwing.predictive.prediction import BinaryPrediction, ClassPrediction, Entropies
+from lapwing.likelihoods.base import GaussianOutputs
+from lapwing.predictive.prediction import BinaryPrediction, ClassPrediction
 
 LINKS = ("probit", "mc")
 
 
 def categorical_link(
-    mean: Tensor,
-    variance: Tensor,
-    covariance: Tensor | None,
-    dim: int,
-    link: str,
-    samples: int,
-    generator: torch.Generator | None,
+    f: GaussianOutputs, dim: int, link: str, samples: int, generator: torch.Generator | None
 ) -> ClassPrediction:
     """Class probabilities for logits N(mean, covariance), classes along `dim`.
 
@@ -28,18 +23,19 @@ def categorical_link(
     noise of its own for every input.
     """
     choose(link, LINKS, "link for classification")
+
+    def sampled() -> ClassPrediction:
+        if f.covariance is None:
+            raise InputError(
+                "The mutual information needs the covariance between outputs, which the closed-form link left out "
+                "for so many outputs. Use la.predict(x, link='mc')."
+            )
+        return ClassPrediction.mixture(_draw(f.mean, f.covariance, samples, generator).softmax(dim + 1), dim)
+
     if link == "mc":
-        if covariance is None:
-            raise InputError("link='mc' needs the covariance of the outputs.")
-        return ClassPrediction.mixture(_draw(mean, covariance, samples, generator).softmax(dim + 1), dim)
-    log_probs = (mean / (1 + math.pi / 8 * variance).sqrt()).log_softmax(dim)
-    if covariance is None:
-        return ClassPrediction(log_probs, dim)
-
-    def entropies() -> Entropies:
-        return ClassPrediction.mixture(_draw(mean, covariance, samples, generator).softmax(dim + 1), dim).sampled()
-
-    return ClassPrediction(log_probs, dim, entropies)
+        return sampled()
+    log_probs = (f.mean / (1 + math.pi / 8 * f.variance).sqrt()).log_softmax(dim)
+    return ClassPrediction(log_probs, dim, sampled=lambda: sampled().sampled())
 
 
 def bernoulli_link(

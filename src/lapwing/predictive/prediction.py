@@ -78,15 +78,33 @@ class Entropies:
         return self.information / self.total.clamp(min=torch.finfo(self.total.dtype).tiny)
 
 
-def _unavailable() -> Entropies:
-    raise InputError(
-        "The mutual information needs the covariance between outputs, which the closed-form link left out "
-        "for so many outputs. Use la.predict(x, link='mc')."
-    )
+class _DiscretePrediction(Prediction):
+    """`entropy` split into what the weights explain and what they do not."""
+
+    sampled: Callable[[], Entropies]
+
+    @cached_property
+    def _entropies(self) -> Entropies:
+        return self.sampled()
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """Mutual information between label and weights, of the samples."""
+        return self._entropies.information
+
+    @property
+    def epistemic(self) -> Tensor:
+        """The part of `entropy` that comes from not knowing the weights."""
+        return self.entropy * self._entropies.share
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """`entropy − epistemic`, the part that more data would not remove."""
+        return self.entropy - self.epistemic
 
 
 @dataclass(frozen=True)
-class ClassPrediction(Prediction):
+class ClassPrediction(_DiscretePrediction):
     """A distribution over classes, `log_probs: [N, *output]` with the classes along `dim`.
 
     Uncertainty is measured as entropy in nats: `entropy = aleatoric + epistemic`, where `epistemic` is
@@ -97,14 +115,15 @@ class ClassPrediction(Prediction):
 
     log_probs: Tensor
     dim: int
-    sampled: Callable[[], Entropies] = field(default=_unavailable, repr=False)
+    ignore_index: int = -100
+    sampled: Callable[[], Entropies] = field(kw_only=True, repr=False)
 
     @staticmethod
-    def mixture(probs: Tensor, dim: int) -> ClassPrediction:
+    def mixture(probs: Tensor, dim: int, ignore_index: int = -100) -> ClassPrediction:
         """The equal mixture of `probs: [S, N, *output]`, classes along `dim` of one sample."""
         mean = probs.mean(0)
         entropies = Entropies(_entropy(mean, dim), _entropy(probs, dim + 1).mean(0))
-        return ClassPrediction(mean.log(), dim, lambda: entropies)
+        return ClassPrediction(mean.log(), dim, ignore_index, sampled=lambda: entropies)
 
     @cached_property
     def probs(self) -> Tensor:
@@ -126,38 +145,26 @@ class ClassPrediction(Prediction):
         """Total uncertainty `−Σ p log p`: `[N, *positions]`."""
         return _entropy(self.probs, self.dim)
 
-    @cached_property
-    def _entropies(self) -> Entropies:
-        return self.sampled()
-
-    @property
-    def mutual_information(self) -> Tensor:
-        """Mutual information between label and weights, of the samples."""
-        return self._entropies.information
-
-    @property
-    def epistemic(self) -> Tensor:
-        """The part of `entropy` that comes from not knowing the weights."""
-        return self.entropy * self._entropies.share
-
-    @property
-    def aleatoric(self) -> Tensor:
-        """`entropy − epistemic`, the part that more data would not remove."""
-        return self.entropy - self.epistemic
-
     def log_prob(self, targets: Tensor) -> Tensor:
         """Log probability of class indices `[N, *positions]`, summed over positions: `[N]`.
 
-        Negative indices (such as `ignore_index`) are not observed and add 0.
+        Positions whose target is `ignore_index` are not observed and add 0.
         """
-        expected = self.log_probs.select(self.dim, 0).shape
-        if targets.shape != expected or targets.is_floating_point():
-            raise InputError(f"log_prob needs class indices of shape {list(expected)}, got {list(targets.shape)}.")
-        observed = targets >= 0
-        index = targets.long().masked_fill(~observed, 0).unsqueeze(self.dim)
-        chosen = self.log_probs.gather(self.dim, index).squeeze(self.dim)
+        index, observed = self.targets(targets)
+        chosen = self.log_probs.gather(self.dim, index.unsqueeze(self.dim)).squeeze(self.dim)
         chosen = torch.where(observed, chosen, torch.zeros_like(chosen))
         return chosen.flatten(1).sum(1) if chosen.dim() > 1 else chosen
+
+    def targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Class indices with 0 in the place of `ignore_index`, and where they are observed; or an error."""
+        expected, classes = self.log_probs.select(self.dim, 0).shape, self.log_probs.shape[self.dim]
+        if targets.shape != expected or targets.is_floating_point():
+            raise InputError(f"Class indices of shape {list(expected)} are needed, got {list(targets.shape)}.")
+        observed = targets != self.ignore_index
+        index = targets.long().masked_fill(~observed, 0)
+        if bool(((index < 0) | (index >= classes)).any()):
+            raise InputError(f"A class index is out of range for {classes} classes.")
+        return index, observed
 
     def distribution(self) -> Distribution:
         """`torch.distributions.Categorical` with the classes last."""
@@ -165,7 +172,7 @@ class ClassPrediction(Prediction):
 
 
 @dataclass(frozen=True)
-class BinaryPrediction(Prediction):
+class BinaryPrediction(_DiscretePrediction):
     """A probability of "yes" for each output, `probs: [N, *output]`; entropies per output in nats."""
 
     probs: Tensor
@@ -192,25 +199,6 @@ class BinaryPrediction(Prediction):
     def entropy(self) -> Tensor:
         """Total uncertainty per output."""
         return _binary_entropy(self.probs)
-
-    @cached_property
-    def _entropies(self) -> Entropies:
-        return self.sampled()
-
-    @property
-    def mutual_information(self) -> Tensor:
-        """Mutual information between label and weights, of the samples."""
-        return self._entropies.information
-
-    @property
-    def epistemic(self) -> Tensor:
-        """The part of `entropy` that comes from not knowing the weights."""
-        return self.entropy * self._entropies.share
-
-    @property
-    def aleatoric(self) -> Tensor:
-        """`entropy − epistemic`, the part that more data would not remove."""
-        return self.entropy - self.epistemic
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Log probability of targets 0 or 1 `[N, *output]`, summed over outputs: `[N]`."""

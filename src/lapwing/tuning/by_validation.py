@@ -30,8 +30,7 @@ def log_score(prediction: Prediction, targets: Tensor) -> Tensor:
 def brier_score(prediction: Prediction, targets: Tensor) -> Tensor:
     """Negative squared distance of the probabilities from the truth: `[N]`, higher is better."""
     if isinstance(prediction, ClassPrediction):
-        observed = (targets >= 0).unsqueeze(prediction.dim)
-        index = targets.long().unsqueeze(prediction.dim).masked_fill(~observed, 0)
+        index, observed = (part.unsqueeze(prediction.dim) for part in prediction.targets(targets))
         one_hot = torch.zeros_like(prediction.probs).scatter_(prediction.dim, index, 1.0)
         return -((prediction.probs - one_hot).square() * observed).flatten(1).sum(1)
     if isinstance(prediction, BinaryPrediction):
