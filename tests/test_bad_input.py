@@ -107,6 +107,26 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "class dimension": (lambda: Laplace(mlp(), Categorical(dim=2)).fit([(X, Y)]), r"Categorical\(dim=2\)"),
     "too many columns": (lambda: Laplace(mlp(), "classification", max_columns=1).fit([(X, Y)]), "max_columns=1"),
     "interval": (lambda: Laplace(mlp(), "regression").fit([(X, REAL)]).predict(X).interval(95), "between 0 and 1"),
+    "one class": (lambda: Laplace(nn.Linear(3, 1).double(), "classification").fit([(X, Y * 0)]), "use the likelihood 'binary'"),
+    "empty batch": (lambda: Laplace(mlp(), "classification").fit([(X[:0], Y[:0])]), "The batch is empty"),
+    "empty input": (lambda: fitted().predict(X[:0]), "The batch is empty"),
+    "other dtype": (lambda: fitted().predict(X.float()), r"input of dtype torch.float32, its weights are torch.float64"),
+    "misspelled option": (lambda: fitted().tune_prior(tolerence=1e-3), "Did you mean 'tolerance'"),
+    "misspelled candidates": (
+        lambda: fitted().tune_prior(method="validation", loader=[(X, Y)], candidats=[1.0]), "Did you mean 'candidates'"),
+    "groups of validation": (
+        lambda: fitted().tune_prior(method="validation", loader=[(X, Y)], groups="layer"), "in place of groups"),
+    "loader of evidence": (lambda: fitted().tune_prior(loader=[(X, Y)]), "reads no data"),
+    "no samples": (lambda: fitted().predict(X, link="mc", samples=0), "at least 1"),
+    "negative max_dense": (lambda: Laplace(mlp(), "classification", max_dense=-1), "must not be negative"),
+    "merge of other weights": (
+        lambda: fitted().merge(Laplace(networks.make("mlp", seed=1), "classification").fit([(X, Y)])), "different weights"),
+    "merge of other forms": (lambda: fitted().merge(
+        Laplace(mlp(), "classification", max_factor=2).fit([(X, Y)])), "same max_dense and max_factor"),
+    "merge of other noise": (lambda: Laplace(mlp(), Gaussian([1.0, 2.0, 3.0])).fit([(X, REAL)]).merge(
+        Laplace(mlp(), "regression").fit([(X, REAL)])), "different likelihoods"),
+    "damped Hessian": (lambda: Laplace(mlp(), "regression", "full", "hessian", prior=1e5).fit([(X, 20 * REAL)]).at(
+        prior=FactoredDamping(100, 0.01)).sample(1), "is indefinite"),
     "indefinite Hessian": (
         lambda: Laplace(mlp(), "regression", "full", "hessian", prior=1e-3).fit([(X, 20 * REAL)]), "is indefinite"),
     "elementwise kron prior": (

@@ -295,8 +295,11 @@ def test_validation_tunes_temperature_and_damping() -> None:
         method="validation", loader=loader, candidates=[FactoredDamping(8, 1.0), FactoredDamping(80, 1.0)],
         temperatures=[0.5, 2.0],
     )  # fmt: skip
-    assert isinstance(la.prior, FactoredDamping)
-    assert la.temperature in (0.5, 2.0)
+    assert la.tuning_ is not None
+    best = max(la.tuning_.candidates, key=lambda item: item[1])[0]
+    assert la.prior == best["prior"]
+    assert la.temperature == best["temperature"]
+    assert len({score for _, score in la.tuning_.candidates}) == 4
 
 
 def test_perfect_fit_holds_the_noise() -> None:
@@ -306,3 +309,60 @@ def test_perfect_fit_holds_the_noise() -> None:
     with pytest.warns(TuningWarning, match="squared error is 0"):
         la.tune_prior()
     assert la.noise == 1.0
+
+
+@pytest.mark.parametrize("temperature", [0.95, 2.0])
+@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
+def test_tuning_with_a_tempered_prior_is_a_maximum(structure: str, temperature: float) -> None:
+    la = fitted(structure, Gaussian(noise=2.0), temperature=temperature, tempered="both").tune_prior(groups="layer")
+    assert la.tuning_ is not None
+    assert la.tuning_.converged
+    best = la.tuning_.value
+    tuned = {f"{label}.*": value for label, value in la.tuning_.precisions.items()}
+    for factor in (0.98, 1.02):
+        assert float(la.log_evidence(noise=factor * la.noise)) < best  # type: ignore[operator]
+        for name in tuned:
+            assert float(la.log_evidence({**tuned, name: factor * tuned[name]})) < best
+
+
+def test_tempered_priors_have_interior_optima_of_their_own() -> None:
+    """T < 1 with weights at the prior mean, T > 1 without curvature: `λ = (1 − 1/T) p/‖θ‖²`."""
+    model = networks.make("mlp")
+    x, y = networks.inputs("mlp", 6), networks.targets("classification", 6)
+    with torch.no_grad():
+        model[2].bias.zero_()  # type: ignore[index,union-attr,operator]
+    la = Laplace(model, "classification", "block", temperature=0.5, tempered="both").fit([(x, y)])
+    la.tune_prior(groups={"2.bias": "bias", "*": "rest"})
+    assert la.tuning_ is not None
+    value, tuned = la.tuning_.value, la.tuning_.precisions
+    assert la.tuning_.converged
+    for factor in (0.95, 1.05):
+        other = {"2.bias": factor * tuned["bias"], "*": tuned["rest"]}
+        assert float(la.log_evidence(other)) < value
+    x[:, 0] = 0
+    la = Laplace(networks.make("mlp"), "classification", "diag", temperature=2.0, tempered="both").fit([(x, y)])
+    la.tune_prior(groups="parameter")
+    assert la.tuning_ is not None
+    weight = la.posterior.weights["0.weight"][:, 0]
+    torch.testing.assert_close(la.tuning_.precisions["0.weight"][:, 0], 0.5 / weight.square(), rtol=1e-4, atol=0)
+
+
+def test_run_away_at_the_newton_center_is_named() -> None:
+    """Inputs that say nothing of the targets: the best precision is infinite."""
+    torch.manual_seed(3)
+    x = torch.randn(200, 3, dtype=torch.float64)
+    y = torch.randn(200, 1, dtype=torch.float64)
+    y = y - x @ torch.linalg.lstsq(x, y).solution  # no correlation at all
+    la = Laplace(nn.Linear(3, 1, bias=False).double(), "regression", "full").fit([(x, y)]).at(center="newton")
+    with pytest.warns(TuningWarning, match="ran off"):
+        la.tune_prior()
+
+
+def test_sequences_of_different_lengths() -> None:
+    model = nn.Linear(2, 3).double()
+    torch.manual_seed(0)
+    data = [(torch.randn(2, n, 2).double(), torch.randn(2, n, 3).double()) for n in (5, 2, 1)]
+    la = Laplace(model, "regression", "full").fit(data)
+    statistics = la.curvature.statistics
+    assert float(statistics.errors.sum()) == pytest.approx(statistics.squared_error)  # type: ignore[union-attr]
+    torch.testing.assert_close(dense(la), oracles.curvature(la, data))

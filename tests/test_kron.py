@@ -11,6 +11,30 @@ from lapwing.likelihoods import Categorical, Gaussian
 from tests import networks, oracles
 
 
+@pytest.mark.parametrize("kind", ["ggn", "fisher", "empirical"])
+@pytest.mark.parametrize("likelihood", ["classification", "binary", "regression"])
+def test_factors_of_every_curvature_and_likelihood(kind: str, likelihood: str) -> None:
+    model = networks.make("cnn").eval()
+    x, y = networks.inputs("cnn", 4), networks.targets(likelihood, 4)
+    la = Laplace(model, likelihood, "kron", kind).fit([(x, y)], generator=torch.Generator().manual_seed(5))
+    outputs = oracles.evaluate(model, x)
+    drawn = la.likelihood.sampled_gradients(outputs, y, 1, torch.Generator().manual_seed(5))
+    position = iter(range(10_000))
+
+    def one(single: Tensor) -> Tensor:
+        n = next(position) % 4
+        if kind == "fisher":
+            return drawn[:, n : n + 1]
+        if kind == "empirical":
+            return oracles.output_gradients(la.likelihood, single, y[n : n + 1]).unsqueeze(0)
+        found = la.likelihood.hessian_columns(single, y[n : n + 1])
+        return found.part(0, found.count)
+
+    for block in la.curvature.blocks:
+        expected = oracles.kron_factors(model, model.get_submodule(block.name), x, one, False)
+        torch.testing.assert_close(block.accumulator.matrix(), expected, rtol=1e-10, atol=1e-12)
+
+
 def columns(outputs: Tensor) -> Tensor:
     likelihood = Categorical()
     target = torch.zeros(len(outputs), dtype=torch.long)

@@ -26,7 +26,6 @@ def dense_columns(likelihood: Any, outputs: Tensor, targets: Tensor) -> Tensor:
 CASES: dict[str, tuple[Any, tuple[int, ...], Any]] = {
     "classes": (Categorical(), (5, 4), lambda g: torch.randint(4, (5,), generator=g)),
     "two classes": (Categorical(), (5, 2), lambda g: torch.randint(2, (5,), generator=g)),
-    "one class": (Categorical(), (5, 1), lambda g: torch.zeros(5).long()),
     "sequence": (Categorical(), (3, 2, 4), lambda g: torch.randint(4, (3, 2), generator=g)),
     "image": (Categorical(dim=1), (3, 4, 2, 2), lambda g: torch.randint(4, (3, 2, 2), generator=g)),
     "ignored": (Categorical(), (3, 2, 4), lambda g: torch.tensor([[1, -100], [-100, -100], [0, 3]])),

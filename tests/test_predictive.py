@@ -80,10 +80,10 @@ def test_regression_is_exact() -> None:
     normal = torch.distributions.Normal(prediction.mean, prediction.std)
     torch.testing.assert_close(normal.cdf(high) - normal.cdf(low), torch.full_like(low, 0.9))
     sampled: Any = la.predict(X, method="sampled", samples=3, generator=torch.Generator().manual_seed(1))
-    drawn = la.sample(3, torch.Generator().manual_seed(1))
-    assert sampled.components.shape == (3, 6, 3)
-    assert sampled.log_prob(y).shape == (6,)
-    assert set(drawn) == set(la.curvature.parameters)
+    normals = torch.distributions.Normal(sampled.components, math.sqrt(0.2))
+    mixture = normals.log_prob(y).sum(2).logsumexp(0) - math.log(3)
+    torch.testing.assert_close(sampled.log_prob(y), mixture)
+    torch.testing.assert_close(sampled.variance, sampled.components.var(0, correction=0) + 0.2)
 
 
 def test_sampled_predictions_use_the_same_weights_for_all_inputs() -> None:
@@ -187,3 +187,26 @@ def test_many_outputs_keep_variances_only() -> None:
     with pytest.raises(ValueError, match="link='mc'"):
         _ = prediction.epistemic
     assert la.predict(x, link="mc", samples=5).epistemic.shape == (4,)
+
+
+def test_saturated_predictions_stay_finite() -> None:
+    model = nn.Linear(1, 1)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.zero_()
+    x = torch.tensor([[30.0], [-30.0], [120.0]])
+    binary = Laplace(model, "binary", prior=1e9).fit([(x, (x > 0).long())])
+    inputs = x.clone().requires_grad_()
+    for options in ({}, {"link": "mc", "samples": 3}, {"method": "sampled", "samples": 3}):
+        prediction = binary.predict(inputs, generator=torch.Generator().manual_seed(0), **options)  # type: ignore
+        torch.testing.assert_close(prediction.log_prob(x < 0), torch.tensor([-30.0, -30.0, -120.0]), rtol=1e-2, atol=0)
+        (gradient,) = torch.autograd.grad(prediction.entropy.sum(), inputs)
+        assert bool(torch.isfinite(gradient).all())
+    wide = nn.Linear(1, 3)
+    with torch.no_grad():
+        wide.weight.copy_(torch.tensor([[1.0], [0.0], [-0.01]]))
+    classes = Laplace(wide, "classification", prior=1e9).fit([(x, torch.tensor([0, 1, 0]))])
+    prediction = classes.predict(inputs)
+    (gradient,) = torch.autograd.grad(prediction.entropy.sum(), inputs)
+    assert bool(torch.isfinite(gradient).all())
+    assert float(prediction.log_prob(torch.tensor([1, 0, 2])).detach().min()) < -100

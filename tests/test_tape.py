@@ -67,7 +67,7 @@ def test_single_examples_and_ragged_batches() -> None:
 
 def test_coupling_hidden_by_a_first_batch_of_one_is_an_error() -> None:
     x, y = networks.inputs("attention", 3), networks.targets("classification", 3)
-    with pytest.raises(ValueError, match="'project' was read as .* couples the examples"):
+    with pytest.raises(ValueError, match="'project' was read as .* couples or reorders"):
         Laplace(networks.make("attention"), "classification").fit(networks.batches(x, y, 1, 2))
 
 
@@ -238,3 +238,127 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     probs = la.predict(x).probs
     assert probs.dtype == dtype
     torch.testing.assert_close(probs.double(), reference.predict(x.double()).probs, rtol=0, atol=tolerance)
+
+
+class Sorted(nn.Module):
+    """Examples in an order that depends on the data, as for packed sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        order = lengths.argsort(descending=True, stable=True)
+        return self.head(torch.tanh(self.encode(x[order]))[order.argsort()])
+
+
+def test_examples_in_an_order_of_the_data() -> None:
+    torch.manual_seed(0)
+    model = Sorted().double()
+    x, y = networks.inputs("mlp", 4), networks.targets("classification", 4)
+    ordered, mixed = torch.tensor([4, 3, 2, 1]), torch.tensor([2, 4, 1, 3])
+    plain = Laplace(model, "classification", "full").fit([(x, ordered, y)])
+    assert paths(plain) == {"encode": "linear", "head": "linear"}
+    reordered = Laplace(model, "classification", "full").fit([(x, mixed, y)])
+    assert paths(reordered) == {"encode": "fallback", "head": "linear"}
+    assert float(plain.log_evidence()) == pytest.approx(float(reordered.log_evidence()), rel=1e-12)
+    torch.testing.assert_close(plain.latent((x, ordered)).covariance, reordered.latent((x, mixed)).covariance)
+    torch.testing.assert_close(reordered.latent((x, ordered)).covariance, reordered.latent((x, mixed)).covariance)
+    with pytest.raises(ValueError, match="'encode' was read as .* couples or reorders"):
+        plain.predict((x, mixed))
+
+
+def test_a_first_batch_without_gradient_decides_nothing() -> None:
+    """All units dead on the first batch, `[L, N, D]` with L = N: the axis is found on the second."""
+
+    class Dead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(2, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.relu(self.first(x.transpose(0, 1)))  # [L, N, 3]
+            return self.head(torch.tanh(hidden.cumsum(0))[-1])
+
+    torch.manual_seed(0)
+    model = Dead().double()
+    x, y = networks.inputs("lstm", 6), networks.targets("classification", 6)
+    with torch.no_grad():
+        model.first.bias.fill_(0.5)
+        model.first.weight.copy_(torch.eye(3, 2))
+        model.first.weight[2] = 1
+    x[:3] = -9 - x[:3].abs()
+    data = [(x[:3], y[:3]), (x[3:], y[3:])]
+    la = Laplace(model, "classification", "full").fit(data)
+    assert paths(la)["first"] == "linear"
+    torch.testing.assert_close(la.curvature.blocks[0].accumulator.matrix(), oracles.curvature(la, data))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_example_axes_in_few_bits(dtype: torch.dtype) -> None:
+    for width in range(1, 20):
+        torch.manual_seed(width)
+        model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), _Last(), nn.Linear(width, 2)).to(dtype)
+        parameters = select(model, "all")
+        with borrowed(model, parameters):
+            record = Tape(model, parameters).record(Inputs((torch.randn(2, 2, 3, dtype=dtype),), {}))
+        assert record.axes == (ExampleAxis(1), ExampleAxis(0))
+
+
+class _Last(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(0)
+
+
+def test_unbatched_convolution_takes_the_fallback() -> None:
+    class Single(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(2, 3, 2), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.stack([torch.tanh(self.conv(image)).mean((1, 2)) for image in x]))
+
+    torch.manual_seed(0)
+    model = Single().double()
+    data = [(networks.inputs("cnn", 3), networks.targets("classification", 3))]
+    la = Laplace(model, "classification", "full").fit(data)
+    torch.testing.assert_close(la.curvature.blocks[0].accumulator.matrix(), oracles.curvature(la, data))
+
+
+def test_last_layer_that_no_rule_reads_is_an_error() -> None:
+    head = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), head).double()
+    x, y = networks.inputs("mlp", 4), networks.targets("classification", 4)
+    with pytest.raises(ValueError, match="also depends on"):
+        Laplace(model, "classification", weights="last_layer").fit([(x, y)])
+
+
+def test_sums_in_half_precision_are_kept_in_float32() -> None:
+    model = nn.Linear(2, 1).bfloat16()
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.zero_()
+    batch = (torch.ones(1, 2, dtype=torch.bfloat16), torch.full((1, 1), 0.5, dtype=torch.bfloat16))
+    la = Laplace(model, "regression").fit([batch] * 1000)
+    assert float(la.curvature.gradient["bias"]) == 500.0
+    assert la.sample(3)["weight"].dtype == torch.bfloat16
+    assert la.predict(batch[0], method="sampled", samples=2).mean.dtype == torch.bfloat16
+
+
+def test_outputs_of_another_dtype_than_the_weights() -> None:
+    class Double(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).double()
+
+    torch.manual_seed(0)
+    x, y = networks.inputs("mlp", 5).float(), networks.targets("classification", 5)
+    model = Double()
+    for structure in ("diag", "kron", "full"):
+        la = Laplace(model, "classification", structure).fit([(x, y)])
+        plain = Laplace(model.linear, "classification", structure).fit([(x, y)])
+        torch.testing.assert_close(la.predict(x).probs.float(), plain.predict(x).probs)

@@ -162,7 +162,24 @@ def test_changed_weights_are_noticed() -> None:
     model = networks.make("mlp")
     x, y = networks.inputs("mlp", 5), networks.targets("classification", 5)
     la = Laplace(model, "classification").fit([(x, y)])
-    with torch.no_grad():
-        model[0].weight += 1  # type: ignore[index,operator]
-    with pytest.raises(ValueError, match=r"'0\.weight' changed since the fit"):
+    model[0].weight.data.mul_(2)  # type: ignore[index,operator,union-attr]  # which autograd does not see
+    with pytest.raises(ValueError, match=r"'0\.weight' of the model changed since the fit"):
         la.predict(x)
+
+
+def test_changed_buffers_and_backbones_are_noticed() -> None:
+    model = networks.make("batchnorm")
+    x, y = networks.inputs("batchnorm", 5), networks.targets("classification", 5)
+    la = Laplace(model, "classification", weights="last_layer").fit([(x, y)])
+    model.norm.running_mean += 1  # type: ignore[union-attr,operator]
+    with pytest.raises(ValueError, match=r"'norm\.running_mean' of the model changed"):
+        la.predict(x)
+
+
+def test_predict_inside_inference_mode() -> None:
+    model = networks.make("mlp")
+    x, y = networks.inputs("mlp", 5), networks.targets("classification", 5)
+    la = Laplace(model, "classification").fit([(x, y)])
+    with torch.inference_mode():
+        inside = la.predict(x.clone()).probs
+    torch.testing.assert_close(inside, la.predict(x).probs)

@@ -49,8 +49,8 @@ class Basis(ABC):
         """The diagonal of `U diag(scale) Uᵀ`: `[p]`."""
 
     @abstractmethod
-    def double(self) -> Basis:
-        """The same basis in float64."""
+    def to(self, dtype: torch.dtype) -> Basis:
+        """The same basis in another dtype."""
 
     def squares(self, gradients: Gradients, budget: int) -> Tensor:
         """`Σ_kn (Uᵀ g_kn)²`: `[*shape]`."""
@@ -145,8 +145,8 @@ class KroneckerBasis(Basis):
         squared = KroneckerBasis(self.shape, _square(self.output), _square(self.input))
         return squared.expand(scale)
 
-    def double(self) -> KroneckerBasis:
-        return KroneckerBasis(self.shape, _double(self.output), _double(self.input))
+    def to(self, dtype: torch.dtype) -> KroneckerBasis:
+        return replace(self, output=_to(self.output, dtype), input=_to(self.input, dtype))
 
     def squares(self, gradients: Gradients, budget: int) -> Tensor:
         if not isinstance(gradients, Pair) or gradients.positions > 1:
@@ -254,8 +254,8 @@ class DenseBasis(Basis):
     def marginal(self, scale: Tensor) -> Tensor:
         return DenseBasis(self.shape, _square(self.vectors)).expand(scale)
 
-    def double(self) -> DenseBasis:
-        return DenseBasis(self.shape, _double(self.vectors))
+    def to(self, dtype: torch.dtype) -> DenseBasis:
+        return DenseBasis(self.shape, _to(self.vectors, dtype))
 
 
 def _apply(x: Tensor, side: Side, contract: str, scale: str) -> Tensor:
@@ -272,10 +272,10 @@ def _square(side: Side) -> Side:
     return None if side is None else side.square()
 
 
-def _double(side: Side) -> Side:
+def _to(side: Side, dtype: torch.dtype) -> Side:
     if isinstance(side, Scaling):
-        return Scaling(side.values.double())
-    return None if side is None else side.double()
+        return Scaling(side.values.to(dtype))
+    return None if side is None else side.to(dtype)
 
 
 def _sum(terms: Iterable[Tensor]) -> Tensor:

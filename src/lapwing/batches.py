@@ -25,7 +25,10 @@ class Inputs:
 
     def to(self, device: torch.device) -> Inputs:
         def move(leaf: Any) -> Any:
-            return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+            if not isinstance(leaf, Tensor):
+                return leaf
+            with torch.inference_mode(False):  # a tensor made in inference mode has no place in a graph; a copy has
+                return leaf.clone().to(device) if leaf.is_inference() else leaf.to(device)
 
         return Inputs(tree_map(move, self.args), tree_map(move, self.kwargs))
 
@@ -36,6 +39,15 @@ class Inputs:
         for tensor in self.tensors():
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 raise InputError(f"{where}: the input holds NaN or inf. Clean or impute it first.")
+
+    def explain(self, failure: RuntimeError, dtype: torch.dtype) -> None:
+        """Raise with the fix, if the model failed on inputs of another floating dtype than its weights."""
+        for tensor in self.tensors():
+            if tensor.is_floating_point() and tensor.dtype != dtype:
+                raise InputError(
+                    f"The model failed on an input of dtype {tensor.dtype}, its weights are {dtype}. Convert one of "
+                    f"them, e.g. x.to({dtype}). ({failure})"
+                ) from failure
 
     def requires_grad(self) -> bool:
         return any(tensor.requires_grad for tensor in self.tensors())

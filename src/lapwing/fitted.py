@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 
 from lapwing.errors import InputError
 from lapwing.spectrum import Spectrum
@@ -10,21 +11,29 @@ from lapwing.tape import Tape
 
 
 class Fitted:
-    """What a fit leaves behind: the tape with the layers it found, the spectrum, the weights' values."""
+    """The tape with the layers it found, the spectrum, the weights' values, and how the model looked."""
 
     def __init__(self, tape: Tape, spectrum: Spectrum) -> None:
         self.tape, self.spectrum = tape, spectrum
         self.weights = {name: parameter.detach().clone() for name, parameter in tape.parameters.items()}
-        self.versions = [parameter._version for parameter in tape.parameters.values()]
+        self.looks = _looks(tape.model)
 
     def check_unchanged(self) -> None:
-        versions = [parameter._version for parameter in self.tape.parameters.values()]
-        if versions == self.versions:
-            return
-        for name, parameter in self.tape.parameters.items():
-            if not torch.equal(parameter.detach(), self.weights[name]):
+        """Raise if a parameter or buffer of the model is not what it was at the fit."""
+        now = _looks(self.tape.model)
+        for name, before in self.looks.items():
+            if not torch.allclose(now[name], before, rtol=1e-9, atol=0, equal_nan=True):
                 raise InputError(
-                    f"Parameter {name!r} changed since the fit, so the posterior no longer belongs to the model. "
-                    "Restore the weights, or call la.fit(loader) again."
+                    f"{name!r} of the model changed since the fit, so the posterior no longer belongs to it. Restore "
+                    "its values, or call la.fit(loader) again."
                 )
-        self.versions = versions
+
+
+def _looks(model: nn.Module) -> dict[str, Tensor]:
+    """Two sums over each parameter and buffer: enough to notice a change, and quick."""
+    found = {}
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        numbers = value.detach().flatten().abs()
+        halves = numbers[: (numbers.numel() + 1) // 2], numbers
+        found[name] = torch.stack([part.sum(dtype=torch.float64) for part in halves])
+    return found

@@ -17,20 +17,30 @@ _BATCHABLE = {
 }  # fmt: skip
 
 
+# Operations that may put examples into an order that depends on the data.
+_REORDERING = {
+    "IndexBackward0", "IndexSelectBackward0", "GatherBackward0", "SortBackward0", "SortBackward1", "TakeBackward0",
+    "MaskedSelectBackward0", "MaskedScatterBackward0", "IndexPutBackward0", "IndexAddBackward0", "ScatterBackward0",
+    "ScatterAddBackward0", "IndexCopyBackward0", "TopkBackward0", "RollBackward0",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Graph:
     """`reached[i]`: the output depends on use i. `frontier`: the uses behind which there is no other,
     so that a backward pass towards them visits all. `leaves`: identities of the parameters reached.
+    `reorders`: some operation may have put the examples into an order of its own.
     """
 
     reached: tuple[bool, ...]
     frontier: tuple[int, ...]
     leaves: frozenset[int]
     batchable: bool
+    reorders: bool
 
 
-def walk(output: Tensor, edges: list[GradientEdge]) -> Graph:
-    """Visit the graph behind `output` once, children first."""
+def walk(output: Tensor, edges: list[GradientEdge], stop: object = None) -> Graph:
+    """Visit the graph behind `output` once, children first, and not beyond the node `stop`."""
     targets = {edge.node for edge in edges}
     behind: dict[Any, bool] = {}
     leaves: set[int] = set()
@@ -39,9 +49,10 @@ def walk(output: Tensor, edges: list[GradientEdge]) -> Graph:
     while stack:
         node, children_done = stack.pop()
         if children_done:
-            behind[node] = any(child in targets or behind[child] for child, _ in node.next_functions if child)
+            children = [child for child, _ in node.next_functions if child]
+            behind[node] = any(child in targets or behind.get(child, False) for child in children)
             continue
-        if node in behind:
+        if node in behind or node is stop:
             continue
         behind[node] = False
         if hasattr(node, "variable"):
@@ -52,4 +63,4 @@ def walk(output: Tensor, edges: list[GradientEdge]) -> Graph:
         stack.extend((child, False) for child, _ in node.next_functions if child and child not in behind)
     reached = tuple(edge.node in behind for edge in edges)
     frontier = tuple(i for i, edge in enumerate(edges) if reached[i] and not behind[edge.node])
-    return Graph(reached, frontier, frozenset(leaves), kinds <= _BATCHABLE)
+    return Graph(reached, frontier, frozenset(leaves), kinds <= _BATCHABLE, bool(kinds & _REORDERING))

@@ -31,6 +31,7 @@ def borrowed(model: nn.Module, bayesian: Collection[str]) -> Iterator[None]:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in bayesian)
         with (
+            torch.inference_mode(False),
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
             # cuDNN's recurrent layers have no backward pass in eval mode.

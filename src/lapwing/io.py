@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from lapwing import likelihoods
 from lapwing.batches import ReadOutput, Unpack
 from lapwing.curvature import Block, Curvature
-from lapwing.curvature.diagonal import DiagonalAccumulator
 from lapwing.curvature.structures import build, group
 from lapwing.errors import FileError
 from lapwing.fitted import Fitted
 from lapwing.gradients import Layer
+from lapwing.guard import borrowed
 from lapwing.likelihoods import Likelihood, Statistics
 from lapwing.priors import FactoredDamping, GaussianPrior, Prior
 from lapwing.spectrum import Spectrum
@@ -58,7 +58,6 @@ def save(la: Laplace, path: Path) -> None:
         },
         "layers": [_layer_header(layer) for block in curvature.blocks for layer in block.layers],
         "kinds": [block.accumulator.kind for block in curvature.blocks],
-        "output_size": la._state().tape.output_size,
         "statistics": {
             "examples": curvature.statistics.examples,
             "log_likelihood": curvature.statistics.log_likelihood,
@@ -95,27 +94,23 @@ def load(
         likelihoods.resolve(likelihood) if likelihood is not None else likelihoods.from_config(header["likelihood"])
     )
     weights = header["weights"] if isinstance(header["weights"], str) else tuple(header["weights"])
-    la = Laplace(
-        model, chosen, header["structure"], header["curvature"], weights, _prior_from(header["prior"], tensors),
-        header["temperature"], tempered=header["tempered"], unpack=unpack, output=output, **header["options"],
-    )  # fmt: skip
+    layers = tuple(_layer_from(entry) for entry in header["layers"])
+    names = {name for layer in layers for name in layer.parameters}
+    with borrowed(model, names):  # parameters that were frozen since the fit are Bayesian all the same
+        la = Laplace(
+            model, chosen, header["structure"], header["curvature"], weights, _prior_from(header["prior"], tensors),
+            header["temperature"], tempered=header["tempered"], unpack=unpack, output=output, **header["options"],
+        )  # fmt: skip
     la._noise = torch.tensor(header["noise"], dtype=torch.float64)
     la.center = header["center"]
-    layers = tuple(_layer_from(entry) for entry in header["layers"])
     device = next(model.parameters()).device
-    names = [name for layer in layers for name in layer.parameters]
-    parameters = {name: parameter for name, parameter in model.named_parameters() if name in set(names)}
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name in names}
     tape = la._tape(parameters)
-    tape.layers, tape.output_size = layers, header["output_size"]
+    tape.layers = layers
     like = next(iter(parameters.values())).detach()
     blocks = []
     for i, (members, kind) in enumerate(zip(group(la.structure, layers), header["kinds"], strict=True)):
-        accumulator = build(la.structure, members, la._options(), like)
-        if kind == "ekfac":
-            from lapwing.basis import KroneckerBasis
-
-            assert members[0].shape is not None
-            accumulator = DiagonalAccumulator(KroneckerBasis(members[0].shape), like, la.memory_budget, "ekfac")
+        accumulator = build(la.structure, members, la._options(), like, kind)
         prefix = f"block/{i}/"
         accumulator.load(
             {key.removeprefix(prefix): t.to(device) for key, t in tensors.items() if key.startswith(prefix)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -102,11 +104,11 @@ class Laplace:
         for name, value in (
             ("fisher_samples", fisher_samples),
             ("memory_budget", memory_budget),
-            ("max_dense", max_dense + 1),
-            ("max_factor", max_factor + 1),
             ("max_columns", max_columns),
         ):
             positive(value, name)
+        if min(max_dense, max_factor) < 0:
+            raise InputError(f"max_dense and max_factor must not be negative, got {max_dense} and {max_factor}.")
         self.fisher_samples, self.max_columns, self.progress = fisher_samples, max_columns, progress
         self.memory_budget, self.max_dense, self.max_factor = memory_budget, max_dense, max_factor
         self.unpack, self.output = unpack, output
@@ -121,7 +123,7 @@ class Laplace:
     @property
     def temperature(self) -> float:
         """T, which multiplies the likelihood."""
-        return float(self._temperature)
+        return self._temperature.item()
 
     @property
     def noise(self) -> float | Tensor | None:
@@ -129,7 +131,7 @@ class Laplace:
         if self.likelihood.noise is None:
             return None
         ratios: Tensor | None = getattr(self.likelihood, "ratios", None)
-        return float(self._noise) if ratios is None else self._noise.detach() * ratios
+        return self._noise.item() if ratios is None else self._noise.detach() * ratios
 
     @property
     def device(self) -> torch.device:
@@ -196,8 +198,13 @@ class Laplace:
     def _state(self) -> Fitted:
         if self._fitted is None:
             raise NotFittedError("There is no posterior yet: call la.fit(loader) first.")
-        self._fitted.check_unchanged()
         return self._fitted
+
+    def _unchanged(self) -> Fitted:
+        """The state of the fit, for calls that run the model: it must be the one that was fitted."""
+        state = self._state()
+        state.check_unchanged()
+        return state
 
     # ----------------------------------------------------------------------------- hyperparameters
 
@@ -211,6 +218,7 @@ class Laplace:
     ) -> Laplace:
         """The same curvature under another prior, temperature, noise or center; shared, nothing recomputed."""
         other = copy.copy(self)
+        other.tuning_ = None
         if prior is not None:
             other.prior = priors.resolve(prior)
         if temperature is not None:
@@ -271,11 +279,21 @@ class Laplace:
         """
         self._state()
         choose(method, ("evidence", "validation"), "method")
+        tune = tune_by_evidence if method == "evidence" else tune_by_validation
+        known = {*inspect.signature(tune).parameters} - {"la", "groups", "loader", "predict"}
+        if method == "validation":
+            known |= {*inspect.signature(self.predict).parameters} - {"x", "method"}
+        for name in options:
+            choose(name, known, f"option of tune_prior(method={method!r})")
         if method == "evidence":
+            if loader is not None:
+                raise InputError("tune_prior(method='evidence') reads no data; loader= belongs to method='validation'.")
             tuned, tuning = tune_by_evidence(self, groups, **options)
         else:
             if loader is None:
                 raise InputError("tune_prior(method='validation') needs loader=..., a validation set.")
+            if groups != "scalar":
+                raise InputError("tune_prior(method='validation') takes candidates=[...] in place of groups.")
             tuned, tuning = tune_by_validation(self, loader, **options)
         self.prior, self._noise, self._temperature = tuned.prior, tuned._noise, tuned._temperature
         self.tuning_ = tuning
@@ -296,11 +314,14 @@ class Laplace:
         """
         if joint and diagonal:
             raise InputError("latent: joint=True and diagonal=True exclude each other.")
-        state = self._state()
+        return self._latent(x, joint, 0 if diagonal else sys.maxsize, center)
+
+    def _latent(self, x: Any, joint: bool, keep: int, center: str | None) -> Latent:
+        state = self._unchanged()
         posterior = self.at(center=center).posterior
         inputs = self._inputs(x)
         with random_state_kept(), self._borrow(state.weights):
-            return latent(state.tape, posterior, inputs, joint, diagonal, self.max_columns)
+            return latent(state.tape, posterior, inputs, joint, keep, self.max_columns)
 
     def predict(
         self,
@@ -324,24 +345,34 @@ class Laplace:
             center: "network" or "newton"; default that of `la`.
         """
         choose(method, ("linearized", "sampled"), "method")
-        state = self._state()
-        moved = self.at(center=center)
+        if isinstance(samples, int) and samples < 1:
+            raise InputError(f"predict(samples=...) needs at least 1, got {samples}.")
+        state = self._unchanged()
         if method == "sampled":
             if link is not None:
                 raise InputError("link belongs to method='linearized'; sampled predictions average p(y|f) itself.")
             inputs = self._inputs(x)
             with self._borrow(state.weights):
                 outputs = sampled_outputs(
-                    self.model, moved.posterior, inputs, self.output, 100 if samples is None else samples, generator
+                    self.model,
+                    self.at(center=center).posterior,
+                    inputs,
+                    self.output,
+                    100 if samples is None else samples,
+                    generator,
+                    self.progress,
                 )
             return self.likelihood.predict_samples(outputs, self._noise.detach())
         if isinstance(samples, Mapping):
             raise InputError("Weights as samples belong to method='sampled'.")
-        full = link == "mc" or state.tape.output_size <= _FULL_COVARIANCE
-        mean, covariance = moved.latent(x, diagonal=not full)
-        variance = covariance.diagonal(dim1=1, dim2=2).reshape(mean.shape) if full else covariance
-        latents = GaussianOutputs(mean, variance, covariance if full else None)
-        return self.likelihood.predict_gaussian(latents, self._noise.detach(), link, samples or 1000, generator)
+        found = self._latent(x, False, sys.maxsize if link == "mc" else _FULL_COVARIANCE, center)
+        if found.diagonal:
+            latents = GaussianOutputs(found.mean, found.covariance, None)
+        else:
+            variance = found.covariance.diagonal(dim1=1, dim2=2).reshape(found.mean.shape)
+            latents = GaussianOutputs(found.mean, variance, found.covariance)
+        count = 1000 if samples is None else samples
+        return self.likelihood.predict_gaussian(latents, self._noise.detach(), link, count, generator)
 
     def _inputs(self, x: Any) -> Inputs:
         if isinstance(x, Mapping):
@@ -356,7 +387,13 @@ class Laplace:
 
     def merge(self, other: Laplace) -> Laplace:
         """The posterior given the data of both (same model, weights, structure and curvature)."""
+        if self.likelihood.config() != other.likelihood.config():
+            raise InputError("Posteriors of different likelihoods do not merge.")
+        for name, value in self._state().weights.items():
+            if name in other._state().weights and not torch.equal(value, other._state().weights[name]):
+                raise InputError(f"Posteriors around different weights do not merge: {name!r} differs.")
         merged = copy.copy(self)
+        merged.tuning_ = None
         merged._fitted = Fitted(self._state().tape, Spectrum(self.curvature.merge(other.curvature)))
         return merged
 
@@ -386,7 +423,7 @@ class Laplace:
         if self._fitted is not None:
             parameters = {name: self.model.get_parameter(name) for name in self._fitted.weights}
             tape = self._tape(parameters)
-            tape.layers, tape.output_size = self._fitted.tape.layers, self._fitted.tape.output_size
+            tape.layers = self._fitted.tape.layers
             self._fitted = Fitted(tape, Spectrum(self.curvature.to(device)))
         if isinstance(self.prior, priors.GaussianPrior):
             self.prior = self.prior.to(device)

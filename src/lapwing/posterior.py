@@ -95,12 +95,7 @@ class Posterior:
         found = self.spectrum.decompose(index, prior.shape)
         precisions = self.likelihood_scale * found.eigenvalues + self.prior_scale * prior.scale
         block = self.spectrum.blocks[index]
-        if self.spectrum.curvature.kind == "hessian" and not bool((precisions > 0).all()):
-            raise InputError(
-                f"The exact Hessian of {block.name!r} is indefinite (smallest eigenvalue "
-                f"{float(found.eigenvalues.min()):.3g}), and the prior does not make the posterior precision "
-                "positive. The weights are no mode: train on, raise the prior precision, or use curvature='ggn'."
-            )
+        self._check_definite(block, precisions)
         shape = torch.zeros_like(self.temperature) if prior.shape is None else prior.shape.log().sum()
         return BlockPosterior(block, found.basis, found.eigenvalues, precisions, shape)
 
@@ -115,8 +110,17 @@ class Posterior:
             precisions = (root * outputs + math.sqrt(damping.tau)).unsqueeze(2) * (
                 root * inputs + math.sqrt(damping.tau)
             ).unsqueeze(1)
+        self._check_definite(self.spectrum.blocks[index], precisions)
         zero = torch.zeros_like(self.temperature)
         return BlockPosterior(self.spectrum.blocks[index], found.basis, found.eigenvalues, precisions, zero)
+
+    def _check_definite(self, block: Block, precisions: Tensor) -> None:
+        if self.spectrum.curvature.kind == "hessian" and not bool((precisions > 0).all()):
+            raise InputError(
+                f"The exact Hessian of {block.name!r} is indefinite, and the prior does not make the posterior "
+                f"precision positive (smallest eigenvalue {float(precisions.min()):.3g}). The weights are no mode: "
+                "train on, raise the prior precision, or use curvature='ggn'."
+            )
 
     def log_det_precision(self) -> Tensor:
         """`log det P`, 0-d; differentiable in prior, noise and temperature."""
@@ -134,7 +138,7 @@ class Posterior:
         found: dict[str, Tensor] = {}
         for block in self.blocks:
             dtype = self.weights[block.block.parameters[0]].dtype
-            found |= block.block.unpack(block.basis.double().marginal(block.scale).to(dtype))
+            found |= block.block.unpack(block.basis.to(torch.float64).marginal(block.scale).to(dtype))
         return found
 
     @cached_property
@@ -149,8 +153,8 @@ class Posterior:
         blocks = self.blocks  # made outside of no_grad: they are kept, and the evidence differentiates them
         with torch.no_grad():
             for block in blocks:
-                downhill = block.basis.double().reduce(block.block.pack(self._slope()))
-                found |= block.block.unpack(-block.basis.double().expand(block.scale * downhill))
+                downhill = block.basis.to(torch.float64).reduce(block.block.pack(self._slope()))
+                found |= block.block.unpack(-block.basis.to(torch.float64).expand(block.scale * downhill))
         return found
 
     def _slope(self) -> dict[str, Tensor]:
@@ -172,7 +176,7 @@ class Posterior:
                 shaped = block.block.pack(step)
                 if prior.shape is not None:
                     shaped = shaped * prior.shape
-                inverse = block.basis.double().reduce(shaped)  # U⁻¹ = Uᵀ M
+                inverse = block.basis.to(torch.float64).reduce(shaped)  # U⁻¹ = Uᵀ M
                 terms.append((block.eigenvalues * inverse.square()).sum())
             return torch.stack(terms).sum()
 
@@ -200,7 +204,8 @@ class Posterior:
         drawn: dict[str, Tensor] = {}
         for block in self.blocks:
             like = self.weights[block.block.parameters[0]]
-            noise = torch.randn((count, *block.basis.shape), generator=generator, dtype=like.dtype, device=like.device)
-            scaled = noise * block.scale.sqrt().to(like.dtype)
-            drawn |= block.block.unpack(block.basis.expand(scaled).to(like.dtype))
+            dtype = torch.promote_types(like.dtype, torch.float32)
+            noise = torch.randn((count, *block.basis.shape), generator=generator, dtype=dtype, device=like.device)
+            scaled = noise * block.scale.sqrt().to(dtype)
+            drawn |= block.block.unpack(block.basis.to(dtype).expand(scaled).to(like.dtype))
         return {name: self.mean[name] + drawn[name] for name in self.sizes}

@@ -27,19 +27,23 @@ logger = logging.getLogger("lapwing")
 Axes = tuple[ExampleAxis | None, ...]
 
 
-def examine(record: Record) -> tuple[Axes, tuple[Layer, ...]]:
-    """The example axis of each use (None where the examples are coupled or absent), and the layers."""
+def examine(record: Record) -> tuple[Axes, tuple[Layer, ...], bool]:
+    """The example axis of each use (None where the examples are coupled or absent), the layers, and whether
+    the gradients told all of it (a gradient that is 0 tells nothing).
+    """
     vector, scale = _random(record)
     edges: list[Tensor | GradientEdge] = [use.edge for use in record.uses]
     both = _backward(record, [*edges, *record.parameters.values()], vector)
     plain, truth = both[: len(edges)], dict(zip(record.parameters, both[len(edges) :], strict=True))
     if not edges:
-        return (), _layers(record, (), plain, truth)
+        return (), _layers(record, (), plain, truth), True
     scaled = _backward(record, edges, vector * scale.view(-1, *[1] * (vector.dim() - 1)))
     axes = tuple(
         _find(use, first, second, scale) for use, first, second in zip(record.uses, plain, scaled, strict=True)
     )
-    return axes, _layers(record, axes, plain, truth)
+    reached = [gradient for gradient, found in zip(plain, record.graph.reached, strict=True) if found]
+    decided = all(gradient is not None and bool(gradient.any()) for gradient in reached)
+    return axes, _layers(record, axes, plain, truth), decided
 
 
 def _layers(
@@ -77,7 +81,9 @@ def _random(record: Record) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     outputs = record.outputs.detach()
     vector = torch.randn(outputs.shape, generator=generator).to(outputs)
-    return vector, (0.5 + torch.rand(record.examples, generator=generator)).to(outputs)
+    # Numbers as far apart as can be, in random order, so that few bits tell one example from another.
+    order = torch.randperm(record.examples, generator=generator)
+    return vector, torch.linspace(0.5, 1.5, record.examples)[order].to(outputs)
 
 
 def _backward(record: Record, inputs: Sequence[Tensor | GradientEdge], vector: Tensor) -> list[Tensor | None]:
@@ -87,21 +93,25 @@ def _backward(record: Record, inputs: Sequence[Tensor | GradientEdge], vector: T
 
 
 def _find(use: Use, plain: Tensor | None, scaled: Tensor | None, scale: Tensor) -> ExampleAxis | None:
+    """The axis along which the second gradient is closest to α_n times the first, if it is that close."""
     examples = scale.shape[0]
-    example_dimensions = use.rule.example_axes(torch.empty(use.output, device="meta"))
-    for dimension in example_dimensions:
-        if use.output[dimension] == 0 or use.output[dimension] % examples:
-            continue
-        for inner in (False, True):
-            axis = ExampleAxis(dimension, inner)
-            if plain is None or scaled is None:
-                return axis
-            first, second = axis.first(plain, examples), axis.first(scaled, examples)
-            expected = first * scale.to(first.dtype).view(-1, *[1] * (first.dim() - 1))
-            tolerance = torch.finfo(first.dtype).eps ** 0.5
-            if bool(((second - expected).abs() <= tolerance * (first.abs() + first.square().mean().sqrt())).all()):
-                return axis
-    return None
+    candidates = [
+        ExampleAxis(dimension, inner)
+        for dimension in use.rule.example_axes(use.call, use.output)
+        if use.output[dimension] > 0 and use.output[dimension] % examples == 0
+        for inner in ((False, True) if use.output[dimension] > examples else (False,))
+    ]
+    if plain is None or scaled is None:
+        return candidates[0] if candidates else None
+    best, smallest = None, torch.finfo(plain.dtype).eps ** 0.5
+    for axis in candidates:
+        first, second = axis.first(plain, examples), axis.first(scaled, examples)
+        expected = first * scale.to(first.dtype).view(-1, *[1] * (first.dim() - 1))
+        size = first.abs() + first.square().mean().sqrt()
+        error = float(((second - expected).abs() / size.clamp(min=torch.finfo(size.dtype).tiny)).amax())
+        if error <= smallest and (best is None or error < smallest):
+            best, smallest = axis, error
+    return best
 
 
 def _agrees(

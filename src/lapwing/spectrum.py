@@ -16,7 +16,7 @@ from lapwing.priors import GaussianPrior
 
 @dataclass(frozen=True)
 class PriorOfBlock:
-    """Prior precision of one block, `λ M` with `M = diag(shape)`; `elements` has it per parameter `[p]`.
+    """Prior precision of one block, `λ M` with `M = diag(shape)`, or `M = I` where there is no shape.
 
     `scale` is 0-d, or in the basis' shape where the basis is the identity.
     """

@@ -88,7 +88,6 @@ class Tape:
     output: ReadOutput | None = None
     budget: int = 2**30
     layers: tuple[Layer, ...] | None = None
-    output_size: int = 0
     _axes: dict[Any, tuple[ExampleAxis | None, ...]] = field(default_factory=dict, repr=False)
     _fallback: PerExample | None = field(default=None, repr=False)
 
@@ -100,26 +99,36 @@ class Tape:
             parameters = {name: value.detach().requires_grad_() for name, value in parameters.items()}
         recorder = _Recorder({id(parameter): name for name, parameter in parameters.items()}, mailbox)
         with recorder, self.kernels(create_graph):
-            outputs = self.forward(parameters, inputs) if create_graph else self.forward({}, inputs)
+            try:
+                outputs = self.forward(parameters if create_graph else {}, inputs)
+            except RuntimeError as failure:
+                inputs.explain(failure, next(iter(self.parameters.values())).dtype)
+                raise
+        if outputs.shape[0] == 0:
+            raise InputError("The batch is empty: the model's outputs hold no example.")
         if outputs.grad_fn is None:
             raise InputError(
                 "The model's output does not depend on any Bayesian parameter through autograd. Remove "
                 "torch.no_grad(), .detach() or torch.jit.script from its forward pass, or choose other weights."
             )
-        self.output_size = outputs[0].numel()
         record = Record(self, inputs, outputs, parameters, tuple(recorder.uses), mailbox, create_graph)
         record.axes = self._example_axes(record)
         return record
 
     def _example_axes(self, record: Record) -> tuple[ExampleAxis | None, ...]:
-        """The example axis of every use: probed once per shape of input, the batch size apart."""
+        """The example axis of every use: probed once per shape, the batch size apart.
+
+        Where examples may be reordered by the data, or a gradient was 0 and told nothing, every batch is.
+        """
         key = self._signature(record)
         if key not in self._axes or self.layers is None:
-            axes, layers = probe.examine(record)
+            axes, layers, decided = probe.examine(record)
             if self.layers is None:
                 self.layers = layers
             else:
                 _check_same(self.layers, layers, {use.weight for use in record.uses})
+            if record.graph.reorders or not decided:
+                return axes  # the next batch may differ
             self._axes[key] = axes
         return self._axes[key]
 
@@ -129,7 +138,8 @@ class Tape:
             (None, *tensor.shape[1:]) if tensor.dim() and tensor.shape[0] == examples > 1 else tuple(tensor.shape)
             for tensor in record.inputs.tensors()
         )
-        return shapes, tuple(use.weight for use in record.uses), record.graph.reached
+        uses = tuple((use.weight, use.output.numel() / examples) for use in record.uses)
+        return shapes, uses, record.graph.reached
 
     def fallback(self) -> PerExample:
         """The per-example gradients of all parameters that are not read as a pair."""
@@ -267,11 +277,11 @@ class Record:
 
 def _check_same(known: tuple[Layer, ...], found: tuple[Layer, ...], used: set[str]) -> None:
     """A layer that was read as a pair before, and is used in this pass, must be one here too."""
-    pairs = {layer.name for layer in found if layer.shape is not None}
+    pairs = {(layer.parameters, layer.shape) for layer in found if layer.shape is not None}
     before = [layer for layer in known if layer.shape is not None and layer.parameters[0] in used]
-    lost = [layer.name for layer in before if layer.name not in pairs]
+    lost = [layer.name for layer in before if (layer.parameters, layer.shape) not in pairs]
     if lost:
         raise InputError(
-            f"Layer {lost[0]!r} was read as (input, gradient) on an earlier batch, but couples the examples "
-            "of this one. Show a batch of this shape, of two or more examples, first."
+            f"Layer {lost[0]!r} was read as (input, gradient) on an earlier batch, but couples or reorders the "
+            "examples of this one. Show a batch like this, of two or more examples, first."
         )

@@ -12,6 +12,7 @@ from torch import nn
 
 from lapwing.batches import Unpack, unpack
 from lapwing.errors import InputError
+from lapwing.graph import walk
 from lapwing.tape import Tape
 
 LAST_LAYER = "last_layer"
@@ -89,4 +90,12 @@ def last_layer(tape: Tape, batch: Any, custom: Unpack | None) -> tuple[str, ...]
             "weights=['head.weight', ...]."
         )
     use = reached[-1]
-    return (use.weight,) if use.bias is None else (use.weight, use.bias)
+    names = (use.weight,) if use.bias is None else (use.weight, use.bias)
+    after = walk(record.outputs, [], stop=use.edge.node).leaves
+    later = [name for name, parameter in record.parameters.items() if id(parameter) in after and name not in names]
+    if later:
+        raise InputError(
+            f"weights='last_layer' found {use.weight!r}, but the output also depends on {later[0]!r} past it, which no "
+            "rule reads as a layer. Name the parameters: weights=['head.weight', ...]."
+        )
+    return names

@@ -48,6 +48,12 @@ class Curvature:
                 )
         if [block.layers for block in self.blocks] != [block.layers for block in other.blocks]:
             raise InputError("Curvatures of different layers do not merge: fit both with the same model and weights.")
+        for left, right in zip(self.blocks, other.blocks, strict=True):
+            if _form(left) != _form(right):
+                raise InputError(
+                    f"The two curvatures keep {left.name!r} in different forms ({_form(left)}, {_form(right)}), so "
+                    "they do not merge. Fit both with the same max_dense and max_factor."
+                )
         blocks = tuple(
             replace(left, accumulator=left.accumulator.merge(right.accumulator))
             for left, right in zip(self.blocks, other.blocks, strict=True)
@@ -64,3 +70,7 @@ class Curvature:
     def to(self, device: torch.device) -> Curvature:
         blocks = tuple(replace(block, accumulator=block.accumulator.to(device)) for block in self.blocks)
         return replace(self, blocks=blocks, gradient={name: g.to(device) for name, g in self.gradient.items()})
+
+
+def _form(block: Block) -> tuple[str, dict[str, list[int]]]:
+    return block.accumulator.kind, {key: list(value.shape) for key, value in block.accumulator.tensors().items()}

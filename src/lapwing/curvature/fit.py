@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.batches import Unpack, unpack
+from lapwing.curvature.accumulator import sum_dtype
 from lapwing.curvature.blocks import Block, deliver
 from lapwing.curvature.curvature import Curvature
 from lapwing.curvature.diagonal import DiagonalAccumulator
@@ -49,6 +50,7 @@ class Fit:
                 blocks = self._blocks(tape)
             statistics += self.likelihood.statistics(record.outputs.detach(), targets)
             slope = record.gradient(self.likelihood.log_prob(record.outputs, targets).sum())
+            slope = {name: value.to(sum_dtype(value.dtype)) for name, value in slope.items()}
             gradient = {name: value + gradient[name] if gradient else value for name, value in slope.items()}
             self._add(record, targets, blocks, generator)
         if not blocks:
@@ -97,8 +99,8 @@ class Fit:
         vectors = columns(self.kind, self.likelihood, record.outputs, targets, self.samples, generator)
         if vectors.count > self.max_columns:
             raise InputError(
-                f"The exact GGN of outputs of shape {list(record.outputs.shape)} takes {vectors.count} backward "
-                f"passes per batch, more than max_columns={self.max_columns}. Use curvature='fisher' or "
+                f"curvature={self.kind!r} for outputs of shape {list(record.outputs.shape)} takes {vectors.count} "
+                f"backward passes per batch, more than max_columns={self.max_columns}. Use curvature='fisher' or "
                 "'empirical', or raise max_columns."
             )
         deliver(record, vectors, blocks, lambda block, gradients: block.accumulator.update(gradients))

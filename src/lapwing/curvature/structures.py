@@ -72,9 +72,17 @@ def group(structure: str, layers: tuple[Layer, ...]) -> list[tuple[Layer, ...]]:
     return [layers] if structure == "full" else [(layer,) for layer in layers]
 
 
-def build(structure: str, layers: tuple[Layer, ...], options: StructureOptions, like: Tensor) -> Accumulator:
-    """An empty accumulator for a block of these layers; `like` gives device and dtype."""
+def build(
+    structure: str, layers: tuple[Layer, ...], options: StructureOptions, like: Tensor, kind: str | None = None
+) -> Accumulator:
+    """An empty accumulator for a block of these layers; `like` gives device and dtype.
+
+    `kind` "ekfac" is that of a block in its second phase, whose basis is filled in by `load`.
+    """
     like = torch.empty(0, dtype=sum_dtype(like.dtype), device=like.device)
+    if kind == "ekfac":
+        assert layers[0].shape is not None
+        return DiagonalAccumulator(KroneckerBasis(layers[0].shape), like, options.budget, "ekfac")
     if structure in DENSE:
         size = sum(layer.size for layer in layers)
         if size * size * like.element_size() > 2**34:

@@ -24,8 +24,8 @@ class Convolution:
         groups = call.options["groups"]
         return groups, call.weight.shape[0] // groups, call.weight[0].numel()
 
-    def example_axes(self, output: Tensor) -> range:
-        return range(1)
+    def example_axes(self, call: Call, output: torch.Size) -> range:
+        return range(1 if len(output) == call.weight.dim() else 0)  # none where the input was a single example
 
     def inputs(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Tensor:
         x = axis.first(call.input, examples)[part]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -22,8 +23,8 @@ class Linear:
         outputs, inputs = call.weight.shape
         return 1, outputs, inputs
 
-    def example_axes(self, output: Tensor) -> range:
-        return range(output.dim() - 1)
+    def example_axes(self, call: Call, output: torch.Size) -> range:
+        return range(len(output) - 1)
 
     def inputs(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Tensor:
         return axis.first(call.input, examples)[part].flatten(1, -2).unsqueeze(1)

@@ -66,7 +66,7 @@ class Rule(Protocol):
     def shape(self, call: Call) -> tuple[int, int, int]:
         """(Q, O, I) of the weight, the bias not counted."""
 
-    def example_axes(self, output: Tensor) -> range:
+    def example_axes(self, call: Call, output: torch.Size) -> range:
         """The dimensions of the output that may hold the examples."""
 
     def inputs(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Tensor:

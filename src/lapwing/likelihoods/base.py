@@ -21,7 +21,7 @@ class Statistics:
 
     `log_likelihood` is Σ log p, `observations` counts the numbers observed and `squared_error` is
     their weighted squared error (both 0 unless there is a noise to choose); `errors` holds the
-    squared errors per output.
+    squared errors by the last dimension of the outputs.
     """
 
     examples: float = 0.0

@@ -53,7 +53,7 @@ class Bernoulli:
         return bernoulli_link(f.mean, f.variance, link or "probit", samples, generator)
 
     def predict_samples(self, outputs: Tensor, noise: Tensor) -> BinaryPrediction:
-        return BinaryPrediction.mixture(torch.sigmoid(outputs))
+        return BinaryPrediction.mixture(outputs)
 
     def config(self) -> dict[str, Any]:
         return {"name": self.name}

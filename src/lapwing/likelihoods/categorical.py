@@ -58,6 +58,11 @@ class Categorical:
     def check(self, outputs: Tensor, targets: Tensor, where: str) -> None:
         check_finite(outputs, "the model's outputs hold", where)
         axis = self._axis(outputs)
+        if outputs.shape[axis] == 1:
+            raise InputError(
+                f"{where}: one class only, in outputs of shape {list(outputs.shape)}. For yes or no in a single logit "
+                "use the likelihood 'binary'."
+            )
         expected = [size for i, size in enumerate(outputs.shape) if i != axis]
         if targets.is_floating_point() or targets.dtype == torch.bool:
             extra = " Soft targets (class probabilities) are not supported." if targets.is_floating_point() else ""
@@ -137,7 +142,7 @@ class Categorical:
 
     def predict_samples(self, outputs: Tensor, noise: Tensor) -> ClassPrediction:
         axis = self._axis(outputs[0])
-        return ClassPrediction.mixture(outputs.softmax(axis + 1), axis, self.ignore_index)
+        return ClassPrediction.mixture(outputs.log_softmax(axis + 1), axis, self.ignore_index)
 
     def config(self) -> dict[str, Any]:
         return {"name": self.name, "dim": self.dim, "ignore_index": self.ignore_index}

@@ -56,7 +56,7 @@ class Gaussian:
     def statistics(self, outputs: Tensor, targets: Tensor) -> Statistics:
         squares = (outputs.double() - targets.double()).square()
         weighted = squares / self._ratios(outputs).double()
-        errors = squares.sum(0)
+        errors = squares.sum() if squares.dim() == 1 else squares.flatten(0, -2).sum(0)
         total = float(self.log_prob(outputs.double(), targets.double()).sum())
         return Statistics(outputs.shape[0], total, targets.numel(), float(weighted.sum()), errors)
 

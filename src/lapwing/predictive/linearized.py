@@ -29,16 +29,21 @@ class Latent:
 
     mean: Tensor
     covariance: Tensor
+    diagonal: bool = False
 
     def __iter__(self):  # type: ignore[no-untyped-def]
         return iter((self.mean, self.covariance))
 
 
-def latent(tape: Tape, posterior: Posterior, inputs: Inputs, joint: bool, diagonal: bool, max_columns: int) -> Latent:
-    """Mean and covariance of the linearized outputs; differentiable in the inputs if they require grad."""
+def latent(tape: Tape, posterior: Posterior, inputs: Inputs, joint: bool, keep: int, max_columns: int) -> Latent:
+    """Mean and covariance of the linearized outputs; differentiable in the inputs if they require grad.
+
+    Where an example has more than `keep` outputs, only their variances are computed.
+    """
     create_graph = inputs.requires_grad()
     record = tape.record(inputs, create_graph)
     count = record.outputs[0].numel()
+    diagonal = count > keep
     if count > max_columns:
         raise InputError(
             f"The linearized prediction of {count} outputs per example takes as many backward passes, more than "
@@ -54,8 +59,9 @@ def latent(tape: Tape, posterior: Posterior, inputs: Inputs, joint: bool, diagon
         for start in range(0, record.examples, step):
             part = _part(tape, record, split.part(start, start + step), start, create_graph)
             parts.append(_moments(part, posterior, joint, diagonal))
-        found = Latent(torch.cat([part.mean for part in parts]), torch.cat([part.covariance for part in parts]))
-    return found if create_graph else Latent(found.mean.detach(), found.covariance.detach())
+        mean, covariance = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
+        found = Latent(mean, covariance, diagonal)
+    return found if create_graph else Latent(found.mean.detach(), found.covariance.detach(), diagonal)
 
 
 def _examples_at_once(record: Record, columns: int, dense: int) -> int:
@@ -112,14 +118,14 @@ def _moments(record: Record, posterior: Posterior, joint: bool, diagonal: bool) 
         total = total + by_block[key].basis.joint(rows, by_block[key].scale, budget)
     mean = (outputs + shift.T.reshape(outputs.shape)).to(outputs.dtype)
     covariance = total.T.reshape(outputs.shape) if diagonal else total
-    return Latent(mean, covariance.to(outputs.dtype))
+    return Latent(mean, covariance.to(outputs.dtype), diagonal)
 
 
 class _Contraction:
     """A block's basis, scale and step to the center, in the network's dtype."""
 
     def __init__(self, block: BlockPosterior, posterior: Posterior, dtype: torch.dtype) -> None:
-        self.basis = block.basis
+        self.basis = block.basis.to(dtype)
         self.scale = block.scale.detach().to(dtype)
         moves = posterior.center != "network"
         self.step = block.block.pack(posterior.step).to(dtype) if moves else None

@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lapwing.errors import InputError, choose
 from lapwing.likelihoods.base import GaussianOutputs
@@ -30,7 +31,7 @@ def categorical_link(
                 "The mutual information needs the covariance between outputs, which the closed-form link left out "
                 "for so many outputs. Use la.predict(x, link='mc')."
             )
-        return ClassPrediction.mixture(_draw(f.mean, f.covariance, samples, generator).softmax(dim + 1), dim)
+        return ClassPrediction.mixture(_draw(f.mean, f.covariance, samples, generator).log_softmax(dim + 1), dim)
 
     if link == "mc":
         return sampled()
@@ -46,12 +47,12 @@ def bernoulli_link(
 
     def sampled() -> BinaryPrediction:
         noise = torch.randn((samples, *mean.shape), generator=generator, dtype=mean.dtype, device=mean.device)
-        return BinaryPrediction.mixture(torch.sigmoid(mean + noise * variance.sqrt()))
+        return BinaryPrediction.mixture(mean + noise * variance.sqrt())
 
     if link == "mc":
         return sampled()
-    probs = torch.sigmoid(mean / (1 + math.pi / 8 * variance).sqrt())
-    return BinaryPrediction(probs, lambda: sampled().sampled())
+    logits = mean / (1 + math.pi / 8 * variance).sqrt()
+    return BinaryPrediction(functional.logsigmoid(logits), functional.logsigmoid(-logits), lambda: sampled().sampled())
 
 
 def _draw(mean: Tensor, covariance: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:

@@ -22,6 +22,7 @@ from torch.distributions import (
     MultivariateNormal,
     Normal,
 )
+from torch.nn import functional
 
 from lapwing.errors import InputError
 
@@ -119,11 +120,11 @@ class ClassPrediction(_DiscretePrediction):
     sampled: Callable[[], Entropies] = field(kw_only=True, repr=False)
 
     @staticmethod
-    def mixture(probs: Tensor, dim: int, ignore_index: int = -100) -> ClassPrediction:
-        """The equal mixture of `probs: [S, N, *output]`, classes along `dim` of one sample."""
-        mean = probs.mean(0)
-        entropies = Entropies(_entropy(mean, dim), _entropy(probs, dim + 1).mean(0))
-        return ClassPrediction(mean.log(), dim, ignore_index, sampled=lambda: entropies)
+    def mixture(log_probs: Tensor, dim: int, ignore_index: int = -100) -> ClassPrediction:
+        """The equal mixture of `log_probs: [S, N, *output]`, classes along `dim` of one sample."""
+        mean = _log_mean(log_probs)
+        entropies = Entropies(_entropy(mean).sum(dim), _entropy(log_probs).sum(dim + 1).mean(0))
+        return ClassPrediction(mean, dim, ignore_index, sampled=lambda: entropies)
 
     @cached_property
     def probs(self) -> Tensor:
@@ -143,7 +144,7 @@ class ClassPrediction(_DiscretePrediction):
     @cached_property
     def entropy(self) -> Tensor:
         """Total uncertainty `−Σ p log p`: `[N, *positions]`."""
-        return _entropy(self.probs, self.dim)
+        return _entropy(self.log_probs).sum(self.dim)
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Log probability of class indices `[N, *positions]`, summed over positions: `[N]`.
@@ -173,44 +174,53 @@ class ClassPrediction(_DiscretePrediction):
 
 @dataclass(frozen=True)
 class BinaryPrediction(_DiscretePrediction):
-    """A probability of "yes" for each output, `probs: [N, *output]`; entropies per output in nats."""
+    """Yes or no for each output: `log_yes` and `log_no` `[N, *output]`, logarithms of the two probabilities.
 
-    probs: Tensor
+    Entropies are per output, in nats.
+    """
+
+    log_yes: Tensor
+    log_no: Tensor
     sampled: Callable[[], Entropies] = field(repr=False)
 
     @staticmethod
-    def mixture(probs: Tensor) -> BinaryPrediction:
-        """The equal mixture of `probs: [S, N, *output]`."""
-        mean = probs.mean(0)
-        entropies = Entropies(_binary_entropy(mean), _binary_entropy(probs).mean(0))
-        return BinaryPrediction(mean, lambda: entropies)
+    def mixture(logits: Tensor) -> BinaryPrediction:
+        """The equal mixture of the probabilities of `logits: [S, N, *output]`."""
+        sides = functional.logsigmoid(logits), functional.logsigmoid(-logits)
+        yes, no = (_log_mean(side) for side in sides)
+        entropies = Entropies(_entropy(yes) + _entropy(no), (_entropy(sides[0]) + _entropy(sides[1])).mean(0))
+        return BinaryPrediction(yes, no, lambda: entropies)
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """The probability of "yes": `[N, *output]`."""
+        return self.log_yes.exp()
 
     @property
     def labels(self) -> Tensor:
         """1 where "yes" is more probable: `[N, *output]`."""
-        return (self.probs > 0.5).long()
+        return (self.log_yes > self.log_no).long()
 
     @property
     def confidence(self) -> Tensor:
         """The probability of the label."""
-        return torch.maximum(self.probs, 1 - self.probs)
+        return torch.maximum(self.log_yes, self.log_no).exp()
 
     @cached_property
     def entropy(self) -> Tensor:
         """Total uncertainty per output."""
-        return _binary_entropy(self.probs)
+        return _entropy(self.log_yes) + _entropy(self.log_no)
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Log probability of targets 0 or 1 `[N, *output]`, summed over outputs: `[N]`."""
         if targets.shape != self.probs.shape:
             raise InputError(f"targets of shape {list(targets.shape)} against outputs of {list(self.probs.shape)}.")
-        terms = torch.special.xlogy(targets, self.probs) + torch.special.xlogy(1 - targets, 1 - self.probs)
-        total: Tensor = terms.flatten(1).sum(1) if terms.dim() > 1 else terms
-        return total
+        terms = torch.where(targets.to(torch.bool), self.log_yes, self.log_no)
+        return terms.flatten(1).sum(1) if terms.dim() > 1 else terms
 
     def distribution(self) -> Distribution:
         """`torch.distributions.Bernoulli`."""
-        return Bernoulli(probs=self.probs)
+        return Bernoulli(logits=self.log_yes - self.log_no)
 
 
 @dataclass(frozen=True)
@@ -268,11 +278,11 @@ class RegressionPrediction(Prediction):
         return Independent(marginal, events) if events else marginal
 
 
-def _entropy(probs: Tensor, dim: int) -> Tensor:
-    result: Tensor = torch.special.entr(probs).sum(dim)
-    return result
+def _entropy(log_probs: Tensor) -> Tensor:
+    """`−p log p`, elementwise, from log p."""
+    return -log_probs.exp() * log_probs
 
 
-def _binary_entropy(probs: Tensor) -> Tensor:
-    result: Tensor = torch.special.entr(probs) + torch.special.entr(1 - probs)
-    return result
+def _log_mean(log_probs: Tensor) -> Tensor:
+    """Log of the mean probability over the first dimension."""
+    return log_probs.logsumexp(0) - math.log(log_probs.shape[0])

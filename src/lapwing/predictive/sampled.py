@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lapwing.batches import Inputs, ReadOutput, read_output
 from lapwing.posterior import Posterior
+from lapwing.progress import bar
 
 
 def sampled_outputs(
@@ -18,12 +19,13 @@ def sampled_outputs(
     output: ReadOutput | None,
     samples: int | Mapping[str, Tensor],
     generator: torch.Generator | None,
+    show: bool = True,
 ) -> Tensor:
     """`f(x, θ_s)` for draws θ_s: `[S, N, *output]`. `samples` is a number, or the draws themselves."""
     outputs = []
     count = samples if isinstance(samples, int) else next(iter(samples.values())).shape[0]
     with torch.set_grad_enabled(inputs.requires_grad()):
-        for i in range(count):
+        for i in bar(range(count), "sample", show):
             # One at a time: all draws of a large network together would not fit.
             drawn = posterior.sample(1, generator) if isinstance(samples, int) else samples
             weights = {name: value[0 if isinstance(samples, int) else i] for name, value in drawn.items()}

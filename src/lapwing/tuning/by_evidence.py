@@ -1,7 +1,8 @@
 """Maximize the evidence over prior precisions and noise, jointly and to convergence; no data needed.
 
 In the logarithms of precisions and noise the evidence at a fixed center is concave. Its stationary
-points are MacKay's: `γ_g = λ_g ‖θ*_g − μ₀‖²` for every group g, with γ the effective dimension.
+points are MacKay's: `γ_g = λ_g ‖θ*_g − μ₀‖²` for every group g, with γ the effective dimension. Where the
+prior is tempered as well, they are `λ_g ‖θ*_g − μ₀‖² = p_g − Σ_i (λ_g/(s_i/σ² + λ_g))/T`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def tune_by_evidence(
         raise InputError("Nothing to tune. " + " ".join(space.held))
     point, residual, steps = _maximize(space, tolerance, max_steps)
     converged = residual <= tolerance
-    messages = [*space.held, *space.at_edge(point)]
+    messages = [*space.held, *space.run_off(point)]
     if not converged:
         messages.append(
             f"The evidence did not converge in {steps} steps: the optimality condition is violated by "
@@ -118,6 +119,11 @@ class _Group:
     label: str
     members: tuple[str, ...]
     shape: torch.Size
+    size: int
+
+    def sizes(self) -> Tensor:
+        """How many parameters each of its coordinates speaks for."""
+        return torch.ones(self.shape.numel()) if self.shape else torch.tensor([float(self.size)])
 
 
 @dataclass(frozen=True)
@@ -164,17 +170,27 @@ class _Space:
             weighted[group.members[0]].flatten() if group.shape else _total([weighted[name] for name in group.members])
             for group in self.groups
         ]
+        # A group at the prior mean has no distance to measure against: its size stands in.
         scale = torch.cat(scales) * posterior.prior_scale
+        scale = torch.where(scale > 0, scale, torch.cat([group.sizes() for group in self.groups]).to(scale))
         if self.noise:
             observations = self.la.curvature.statistics.observations * posterior.temperature
             scale = torch.cat([scale, observations[None]])
         return scale.clamp(min=1e-300)
 
-    def at_edge(self, point: Tensor) -> list[str]:
-        edge = self.free & (point.abs() >= _EDGE)
-        if not bool(edge.any()):
+    def run_off(self, point: Tensor) -> list[str]:
+        """What has no interior optimum: at the edge, or where the center moves, without a direction determined."""
+        gone = self.free & (point.abs() >= _EDGE)
+        if self.la.center != "network":
+            count = sum(group.shape.numel() for group in self.groups)
+            sizes = torch.cat([group.sizes() for group in self.groups]).to(point)
+            gone[:count] |= self.free[:count] & (self.sizes(point)[:count] < 1e-8 * sizes)
+        if not bool(gone.any()):
             return []
-        return [f"{int(edge.sum())} of {point.numel()} tuned values ran off to 0 or infinity: no interior optimum."]
+        return [
+            f"{int(gone.sum())} of {point.numel()} tuned values ran off to 0 or infinity: the data do not determine "
+            "them, there is no interior optimum."
+        ]
 
 
 def _space(la: Laplace, groups: Groups, noise: bool) -> _Space:
@@ -194,14 +210,19 @@ def _space(la: Laplace, groups: Groups, noise: bool) -> _Space:
         )
         curved, apart = diagonal > 0, (distance > 0) | torch.tensor(la.center != "network")
         if groups == "parameter":
-            group = _Group(label, members, posterior.sizes[members[0]])
+            group = _Group(label, members, posterior.sizes[members[0]], 1)
             start = torch.where(
                 curved & apart, _diagonal_optimum(posterior.likelihood_scale * diagonal, distance), current
             )
         else:
-            group = _Group(label, members, torch.Size(()))
+            group = _Group(label, members, torch.Size(()), distance.numel())
             start = current.log().mean().exp()[None]
             curved, apart = curved.any()[None], apart.any()[None]
+        # Tempering the prior as well moves these optima inside: above T = 1 for no curvature, below for no distance.
+        both = la.tempered == "both"
+        bounded = (both and la.temperature > 1, both and la.temperature < 1)
+        curved = curved | torch.tensor(bounded[0], device=curved.device)
+        apart = apart | torch.tensor(bounded[1], device=curved.device)
         for missing, reason in ((~curved, "without curvature (the data say nothing): the best precision is 0"),
                                 (curved & ~apart, "at the prior mean: the best precision is infinite")):  # fmt: skip
             if bool(missing.any()):
@@ -239,7 +260,7 @@ def _curvature_diagonal(la: Laplace) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for i, block in enumerate(la.curvature.blocks):
         plain = la.posterior.spectrum.decompose(i, None)
-        diagonal = plain.basis.double().marginal(plain.eigenvalues)
+        diagonal = plain.basis.to(torch.float64).marginal(plain.eigenvalues)
         rounding = torch.finfo(la.posterior.weights[block.parameters[0]].dtype).eps * diagonal.abs().amax()
         found |= block.unpack(torch.where(diagonal > rounding, diagonal, torch.zeros_like(diagonal)))
     return found

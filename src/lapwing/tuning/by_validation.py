@@ -34,7 +34,7 @@ def brier_score(prediction: Prediction, targets: Tensor) -> Tensor:
         one_hot = torch.zeros_like(prediction.probs).scatter_(prediction.dim, index, 1.0)
         return -((prediction.probs - one_hot).square() * observed).flatten(1).sum(1)
     if isinstance(prediction, BinaryPrediction):
-        return -(prediction.probs - targets).square().reshape(targets.shape[0], -1).sum(1)
+        return -(prediction.probs - targets.to(prediction.probs.dtype)).square().reshape(targets.shape[0], -1).sum(1)
     raise InputError("score='brier' is for classification; use 'log' for regression.")
 
 
