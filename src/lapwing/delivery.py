@@ -58,10 +58,12 @@ class Delivery:
         self.record.mailbox.listener = lambda index, gradient: self._listen(index, gradient, kept)
         try:
             for column in columns:
-                found = self.record.grad([self.record.uses[i].edge for i in edges], column, batched=False)
-                for i, gradient in zip(edges, found, strict=True):
+                found = list(self.record.grad([self.record.uses[i].edge for i in edges], column, batched=False))
+                for i in reversed(edges):  # popped, so that none outlives its use
+                    gradient = found.pop()
                     if i in kept and gradient is not None:
                         kept[i].append(gradient)
+                    del gradient
         finally:
             self.record.mailbox.listener = None
         for name, indices in waiting.items():
