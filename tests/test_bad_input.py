@@ -63,19 +63,19 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Laplace(mlp(), "classification", weights="last_layer").fit([]), "The loader is empty"),
     "no target": (lambda: Laplace(mlp(), "classification").fit([X]), "Batch 0: a batch without a target .*unpack"),
     "no labels": (lambda: Laplace(mlp(), "classification").fit([{"x": X}]), "Batch 0: a mapping without the key 'labels'"),
-    "not iterable": (lambda: Laplace(mlp(), "classification").fit(3), "iterable of batches"),  # type: ignore
+    "not iterable": (lambda: Laplace(mlp(), "classification").fit(3), "iterable of batches"),  # type: ignore[arg-type]
     "iterator twice": (
         lambda: Laplace(mlp(), "classification", "ekfac").fit(iter([(X, Y)])), "can be read only once"),
     "no passes": (lambda: Laplace(mlp(), "classification").fit([(X, Y)], passes=0), "passes must be at least 1"),
     "frozen model": (lambda: Laplace(mlp().requires_grad_(False), "classification"), "no trainable parameter"),
-    "no module": (lambda: Laplace(lambda x: x, "classification"), "model must be a torch.nn.Module"),  # type: ignore
+    "no module": (lambda: Laplace(lambda x: x, "classification"), "model must be a torch.nn.Module"),  # type: ignore[arg-type]
     "scripted": (lambda: Laplace(_scripted(), "classification"), "torch.jit.script"),
     "detached output": (lambda: Laplace(_Detached(), "classification").fit([(X, Y)]), "does not depend on any Bayesian"),
     "tuple output": (lambda: Laplace(_Tuple(), "classification").fit([(X, Y)]), r"returned a tuple.*output=fn"),
     "unknown structure": (lambda: Laplace(mlp(), "classification", "krom"), "Unknown structure: 'krom'. Did you mean 'kron'"),
     "unknown curvature": (lambda: Laplace(mlp(), "classification", curvature="gnn"), "Did you mean 'ggn'"),
     "unknown likelihood": (lambda: Laplace(mlp(), "clasification"), "Did you mean 'classification'"),
-    "likelihood class": (lambda: Laplace(mlp(), Gaussian), "an instance such as"),  # type: ignore
+    "likelihood class": (lambda: Laplace(mlp(), Gaussian), "an instance such as"),  # type: ignore[arg-type]
     "unknown kron": (lambda: Laplace(mlp(), "classification", kron="expnd"), "Did you mean 'expand'"),
     "unknown weights": (lambda: Laplace(mlp(), "classification", weights="0.wieght"), r"Nearest: '0\.weight'"),
     "frozen weights": (lambda: Laplace(_half_frozen(), "classification", weights="0.*"), "only frozen parameters"),
@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "zero prior": (lambda: Laplace(mlp(), "classification", prior=0.0), "must be positive and finite"),
     "negative prior in a group": (lambda: Laplace(mlp(), "classification", prior={"*.bias": -1.0, "*": 1.0}), r"'\*\.bias'"),
     "nan prior": (lambda: Laplace(mlp(), "classification", prior=float("nan")), "must be positive and finite"),
-    "prior of no kind": (lambda: Laplace(mlp(), "classification", prior="1"), "prior must be a number"),  # type: ignore
+    "prior of no kind": (lambda: Laplace(mlp(), "classification", prior="1"), "prior must be a number"),  # type: ignore[arg-type]
     "unmatched prior": (lambda: fitted(prior={"0.*": 1.0}).log_evidence(), r"no precision for parameter '2\.weight'"),
     "negative temperature": (lambda: Laplace(mlp(), "classification", temperature=-1.0), "temperature must be positive"),
     "zero noise": (lambda: Gaussian(noise=0.0), "must be positive and finite"),

@@ -275,7 +275,7 @@ def test_validation_takes_the_best_and_never_nan() -> None:
     assert la.tuning_ is not None
     scores = {option["prior"]: score for option, score in la.tuning_.candidates}
     assert la.tuning_.value == max(scores.values())
-    assert float(torch.as_tensor(la.prior.precision["*"])) == max(scores, key=scores.get)  # type: ignore
+    assert float(torch.as_tensor(la.prior.precision["*"])) == max(scores, key=scores.get)  # type: ignore[union-attr,index,call-overload,arg-type]
 
     def broken(prediction: Any, y: Tensor) -> Tensor:
         log_prob: Tensor = prediction.log_prob(y)

@@ -198,7 +198,7 @@ def test_saturated_predictions_stay_finite() -> None:
     binary = Laplace(model, "binary", prior=1e9).fit([(x, (x > 0).long())])
     inputs = x.clone().requires_grad_()
     for options in ({}, {"link": "mc", "samples": 3}, {"method": "sampled", "samples": 3}):
-        prediction = binary.predict(inputs, generator=torch.Generator().manual_seed(0), **options)  # type: ignore
+        prediction = binary.predict(inputs, generator=torch.Generator().manual_seed(0), **options)  # type: ignore[arg-type]
         torch.testing.assert_close(prediction.log_prob(x < 0), torch.tensor([-30.0, -30.0, -120.0]), rtol=1e-2, atol=0)
         (gradient,) = torch.autograd.grad(prediction.entropy.sum(), inputs)
         assert bool(torch.isfinite(gradient).all())

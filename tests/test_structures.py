@@ -71,7 +71,7 @@ def check(network: str, structure: str, kind: str, likelihood: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 * scale)
 
     # The posterior covariance of outputs and weights, and the evidence, for this H.
-    precision = la.prior.precision["*"] * torch.ones(la.curvature.size, dtype=torch.float64)  # type: ignore
+    precision = la.prior.precision["*"] * torch.ones(la.curvature.size, dtype=torch.float64)  # type: ignore[union-attr,index,operator]
     inverse = torch.linalg.inv(found + torch.diag(precision))
     x = networks.inputs(network, 3, seed=9)
     rows = oracles.packed_jacobian(la, x)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -30,7 +29,7 @@ from lapwing.priors import Prior
 from lapwing.spectrum import Spectrum
 from lapwing.summary import summarize
 from lapwing.tape import Tape
-from lapwing.tuning import Groups, Tuning, tune_by_evidence, tune_by_validation
+from lapwing.tuning import Groups, Tuning, tune
 from lapwing.weights import LAST_LAYER, Weights, last_layer, select, unwrap
 
 _FULL_COVARIANCE = 64  # outputs up to which a prediction keeps the covariance between them
@@ -224,27 +223,12 @@ class Laplace:
         if temperature is not None:
             other._temperature = positive(temperature, "temperature")
         if noise is not None:
-            other._noise = self._noise_scale(noise)
+            other._noise = self.likelihood.noise_scale(noise)
         if center is not None:
             other.center = choose(center, CENTERS, "center")
         if tempered is not None:
             other.tempered = choose(tempered, TEMPERED, "tempered")
         return other
-
-    def _noise_scale(self, noise: float | Tensor) -> Tensor:
-        if self.likelihood.noise is None:
-            raise InputError(f"The {self.likelihood.name} likelihood has no noise to set.")
-        value = positive(noise, "noise")
-        ratios: Tensor | None = getattr(self.likelihood, "ratios", None)
-        if value.numel() == 1:
-            return value.reshape(())
-        scale = value / ratios if ratios is not None and ratios.shape == value.shape else None
-        if scale is None or not torch.allclose(scale, scale.flatten()[0].expand_as(scale), rtol=1e-9):
-            raise InputError(
-                "The ratios of the noise variances between outputs are part of the fitted curvature. Refit with "
-                "Laplace(model, Gaussian(noise=...)) to change them; here noise is one number on top."
-            )
-        return scale.flatten()[0]
 
     def log_evidence(
         self,
@@ -278,23 +262,7 @@ class Laplace:
         done is in `la.tuning_`. See `lapwing.tuning` for the options of each.
         """
         self._state()
-        choose(method, ("evidence", "validation"), "method")
-        tune = tune_by_evidence if method == "evidence" else tune_by_validation
-        known = {*inspect.signature(tune).parameters} - {"la", "groups", "loader", "predict"}
-        if method == "validation":
-            known |= {*inspect.signature(self.predict).parameters} - {"x", "method"}
-        for name in options:
-            choose(name, known, f"option of tune_prior(method={method!r})")
-        if method == "evidence":
-            if loader is not None:
-                raise InputError("tune_prior(method='evidence') reads no data; loader= belongs to method='validation'.")
-            tuned, tuning = tune_by_evidence(self, groups, **options)
-        else:
-            if loader is None:
-                raise InputError("tune_prior(method='validation') needs loader=..., a validation set.")
-            if groups != "scalar":
-                raise InputError("tune_prior(method='validation') takes candidates=[...] in place of groups.")
-            tuned, tuning = tune_by_validation(self, loader, **options)
+        tuned, tuning = tune(self, method, groups, loader, options)
         self.prior, self._noise, self._temperature = tuned.prior, tuned._noise, tuned._temperature
         self.tuning_ = tuning
         return self

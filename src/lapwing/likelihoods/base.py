@@ -79,6 +79,9 @@ class Likelihood(Protocol):
     def noise(self) -> float | None:
         """The noise variance to start from, or None where there is none."""
 
+    def noise_scale(self, noise: float | Tensor) -> Tensor:
+        """The scalar σ² (0-d, autograd kept) that a noise variance means; an error where there is none to set."""
+
     def check(self, outputs: Tensor, targets: Tensor, where: str) -> None:
         """Raise `InputError` if the targets do not fit the outputs."""
 

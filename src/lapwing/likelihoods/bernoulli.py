@@ -23,6 +23,9 @@ class Bernoulli:
     name = "bernoulli"
     noise = None
 
+    def noise_scale(self, noise: float | Tensor) -> Tensor:
+        raise InputError(f"The {self.name} likelihood has no noise to set.")
+
     def check(self, outputs: Tensor, targets: Tensor, where: str) -> None:
         check_finite(outputs, "the model's outputs hold", where)
         check_same_shape(outputs, targets, where)

@@ -55,6 +55,9 @@ class Categorical:
             targets != self.ignore_index
         ).unsqueeze(1)  # fmt: skip
 
+    def noise_scale(self, noise: float | Tensor) -> Tensor:
+        raise InputError(f"The {self.name} likelihood has no noise to set.")
+
     def check(self, outputs: Tensor, targets: Tensor, where: str) -> None:
         check_finite(outputs, "the model's outputs hold", where)
         axis = self._axis(outputs)

@@ -45,6 +45,18 @@ class Gaussian:
             )
         return self.ratios.to(like)
 
+    def noise_scale(self, noise: float | Tensor) -> Tensor:
+        value = positive(noise, "noise")
+        if value.numel() == 1:
+            return value.reshape(())
+        scale = value / self.ratios if self.ratios is not None and self.ratios.shape == value.shape else None
+        if scale is None or not torch.allclose(scale, scale.flatten()[0].expand_as(scale), rtol=1e-9):
+            raise InputError(
+                "The ratios of the noise variances between outputs are part of the fitted curvature. Refit with "
+                "Laplace(model, Gaussian(noise=...)) to change them; here noise is one number on top."
+            )
+        return scale.flatten()[0]
+
     def check(self, outputs: Tensor, targets: Tensor, where: str) -> None:
         check_finite(outputs, "the model's outputs hold", where)
         if not targets.is_floating_point():
