@@ -210,3 +210,16 @@ def test_saturated_predictions_stay_finite() -> None:
     (gradient,) = torch.autograd.grad(prediction.entropy.sum(), inputs)
     assert bool(torch.isfinite(gradient).all())
     assert float(prediction.log_prob(torch.tensor([1, 0, 2])).detach().min()) < -100
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_to_a_device_keeps_the_posterior(structure: str) -> None:
+    """The code path of a move; a second device is not at hand in the tests."""
+    la = fitted(structure=structure, network="attention", prior={"*": 2.0})
+    x = networks.inputs("attention", 3, seed=9)
+    before, evidence = la.predict(x).probs, la.log_evidence()
+    assert la.to("cpu") is la
+    torch.testing.assert_close(la.predict(x).probs, before, rtol=1e-12, atol=0)
+    assert torch.equal(la.log_evidence(), evidence)
+    assert "N=8" in repr(la)
+    assert "not fitted" in repr(Laplace(la.model, "classification"))
