@@ -127,6 +127,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         Laplace(mlp(), "regression").fit([(X, REAL)])), "different likelihoods"),
     "damped Hessian": (lambda: Laplace(mlp(), "regression", "full", "hessian", prior=1e5).fit([(X, 20 * REAL)]).at(
         prior=FactoredDamping(100, 0.01)).sample(1), "is indefinite"),
+    "too large a block": (lambda: Laplace(nn.Linear(300, 300), "classification", "full").fit(
+        [(torch.ones(1, 300), torch.zeros(1).long())]), "needs a matrix of 90300"),
     "indefinite Hessian": (
         lambda: Laplace(mlp(), "regression", "full", "hessian", prior=1e-3).fit([(X, 20 * REAL)]), "is indefinite"),
     "elementwise kron prior": (

@@ -183,3 +183,28 @@ def test_predict_inside_inference_mode() -> None:
     with torch.inference_mode():
         inside = la.predict(x.clone()).probs
     torch.testing.assert_close(inside, la.predict(x).probs)
+
+
+def test_signs_and_boolean_buffers_count() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.mask: Tensor
+            self.register_buffer("mask", torch.tensor([True, True, False]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x * self.mask)
+
+    torch.manual_seed(0)
+    model = Masked()
+    x = torch.randn(4, 3)
+    la = Laplace(model, "classification").fit([(x, torch.tensor([0, 1, 2, 0]))])
+    la.predict(x)
+    model.mask.logical_not_()
+    with pytest.raises(ValueError, match="'mask' of the model changed"):
+        la.predict(x)
+    model.mask.logical_not_()
+    model.linear.weight.data.neg_()
+    with pytest.raises(ValueError, match=r"'linear\.weight' of the model changed"):
+        la.predict(x)

@@ -130,7 +130,7 @@ class Laplace:
         if self.likelihood.noise is None:
             return None
         ratios: Tensor | None = getattr(self.likelihood, "ratios", None)
-        return self._noise.item() if ratios is None else self._noise.detach() * ratios
+        return self._noise.item() if ratios is None else self._noise.detach() * ratios.to(self._noise.device)
 
     @property
     def device(self) -> torch.device:

@@ -64,16 +64,20 @@ class Posterior:
     @cached_property
     def precisions(self) -> dict[str, Tensor]:
         """Π by parameter name, untempered."""
-        return self._gaussian().precisions(self.sizes)
+        return self._here(self._gaussian().precisions(self.sizes))
 
     @cached_property
     def means(self) -> dict[str, Tensor]:
         """μ₀ by parameter name."""
-        return self._gaussian().means(self.sizes)
+        return self._here(self._gaussian().means(self.sizes))
 
     @cached_property
     def sizes(self) -> dict[str, torch.Size]:
         return {name: self.weights[name].shape for name in self.spectrum.curvature.parameters}
+
+    def _here(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The values on the devices of the weights they belong to."""
+        return {name: value.to(self.weights[name].device) for name, value in values.items()}
 
     def _gaussian(self) -> GaussianPrior:
         if isinstance(self.prior, FactoredDamping):
@@ -152,9 +156,10 @@ class Posterior:
         found: dict[str, Tensor] = {}
         blocks = self.blocks  # made outside of no_grad: they are kept, and the evidence differentiates them
         with torch.no_grad():
+            slope = self._slope()
             for block in blocks:
-                downhill = block.basis.to(torch.float64).reduce(block.block.pack(self._slope()))
-                found |= block.block.unpack(-block.basis.to(torch.float64).expand(block.scale * downhill))
+                basis = block.basis.to(torch.float64)
+                found |= block.block.unpack(-basis.expand(block.scale * basis.reduce(block.block.pack(slope))))
         return found
 
     def _slope(self) -> dict[str, Tensor]:

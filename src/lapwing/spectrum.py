@@ -55,7 +55,9 @@ class Spectrum:
         """`‖θ̃ − μ₀‖²` by parameter, 0-d; kept for the last prior mean."""
         if self._distances is None or self._distances[0] is not prior.mean:
             means = prior.means({name: value.shape for name, value in weights.items()})
-            found = {name: (value.double() - means[name]).square().sum() for name, value in weights.items()}
+            found = {
+                name: (value.double() - means[name].to(value.device)).square().sum() for name, value in weights.items()
+            }
             self._distances = (prior.mean, found)
         return self._distances[1]
 

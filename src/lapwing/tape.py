@@ -254,13 +254,16 @@ class Record:
 
     def _rows(self, columns: Columns, layers: list[Layer], consume: Consume, together: bool) -> None:
         fallback = self.tape.fallback()
-        size = sum(layer.size for layer in layers) * self.outputs.element_size()
+        size = sum(self.parameters[name].numel() for name in fallback.names) * self.outputs.element_size()
         step = columns.count if together else max(1, self.tape.budget // max(1, size))
+        activations = sum(use.output.numel() for use in self.uses) * self.outputs.element_size() // self.examples
         for start in range(0, columns.count, step):
             part = columns.part(start, min(start + step, columns.count))
+            # An example holds, for every column, its gradients and those of the activations on the way.
+            at_once = max(1, self.tape.budget // (part.shape[0] * (size + activations)))
             with self.tape.kernels(self.create_graph):
                 for example, gradients in fallback.rows(
-                    self.inputs, self.outputs, self.parameters, part, self.tape.budget, self.create_graph
+                    self.inputs, self.outputs, self.parameters, part, at_once, self.create_graph
                 ):
                     for layer in layers:
                         consume(layer, Rows(layer.pack(gradients).to(self.dtype), start, example))

@@ -29,24 +29,33 @@ class StructureOptions:
     budget: int = 2**30
 
 
-Build = Callable[[Layer, StructureOptions, Tensor], Accumulator]
+Build = Callable[[tuple[Layer, ...], StructureOptions, Tensor], Accumulator]
 
 
-def _diag(layer: Layer, options: StructureOptions, like: Tensor) -> Accumulator:
+def _diag(layers: tuple[Layer, ...], options: StructureOptions, like: Tensor) -> Accumulator:
+    (layer,) = layers
     basis = DenseBasis((layer.size,)) if layer.shape is None else KroneckerBasis(layer.shape)
     return DiagonalAccumulator(basis, like.new_zeros(basis.shape), options.budget)
 
 
-def _kron(layer: Layer, options: StructureOptions, like: Tensor) -> Accumulator:
+def _kron(layers: tuple[Layer, ...], options: StructureOptions, like: Tensor) -> Accumulator:
+    (layer,) = layers
     if layer.shape is not None:
         return KroneckerAccumulator.zeros(
             layer.shape, options.kron == "reduce", options.max_factor, options.budget, like
         )
-    return (_dense if layer.size <= options.max_dense else _diag)(layer, options, like)
+    return (_dense if layer.size <= options.max_dense else _diag)(layers, options, like)
 
 
-def _dense(layer: Layer, options: StructureOptions, like: Tensor) -> Accumulator:
-    return DenseAccumulator(like.new_zeros(layer.size, layer.size), options.budget)
+def _dense(layers: tuple[Layer, ...], options: StructureOptions, like: Tensor) -> Accumulator:
+    size = sum(layer.size for layer in layers)
+    if size * size * like.element_size() > 2**34:
+        raise InputError(
+            f"A dense block of {layers[0].name!r}{' and others' if len(layers) > 1 else ''} needs a matrix of {size} × "
+            f"{size} numbers. Use structure='kron', 'ekfac' or 'diag', or make fewer weights Bayesian "
+            "(weights='last_layer' or a glob)."
+        )
+    return DenseAccumulator(like.new_zeros(size, size), options.budget)
 
 
 STRUCTURES: dict[str, Build] = {"diag": _diag, "kron": _kron, "ekfac": _kron, "block": _dense, "full": _dense}
@@ -83,13 +92,4 @@ def build(
     if kind == "ekfac":
         assert layers[0].shape is not None
         return DiagonalAccumulator(KroneckerBasis(layers[0].shape), like, options.budget, "ekfac")
-    if structure in DENSE:
-        size = sum(layer.size for layer in layers)
-        if size * size * like.element_size() > 2**34:
-            raise InputError(
-                f"structure={structure!r} needs a matrix of {size} × {size} numbers for "
-                f"{layers[0].name!r}{' and others' if len(layers) > 1 else ''}. Use structure='kron', 'ekfac' or "
-                "'diag', or make fewer weights Bayesian (weights='last_layer' or a glob)."
-            )
-        return DenseAccumulator(like.new_zeros(size, size), options.budget)
-    return STRUCTURES[structure](layers[0], options, like)
+    return STRUCTURES[structure](layers, options, like)

@@ -7,7 +7,6 @@ branches on data), a loop over the examples with plain autograd.
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ class PerExample:
         outputs: Tensor,
         parameters: dict[str, Tensor],
         columns: Tensor,
-        budget: int,
+        examples_at_once: int,
         create_graph: bool,
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Yield `(start, {name: [K, n, *size]})`: gradients of `columns[k, n] · f_n` by parameter.
@@ -47,10 +46,8 @@ class PerExample:
         """
         examples = outputs.shape[0]
         split = inputs.split(examples)
-        size = sum(parameters[name].numel() for name in self.names) + outputs[0].numel()
-        step = max(1, math.floor(budget / (columns.shape[0] * size * outputs.element_size())))
-        for start in range(0, examples, step):
-            part = slice(start, min(start + step, examples))
+        for start in range(0, examples, examples_at_once):
+            part = slice(start, min(start + examples_at_once, examples))
             # Derivatives of vmapped gradients are wrong for some operations (layer_norm in torch 2.13).
             looped = create_graph or self.method == "loop"
             if not looped:

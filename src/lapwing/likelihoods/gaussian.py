@@ -49,7 +49,8 @@ class Gaussian:
         value = positive(noise, "noise")
         if value.numel() == 1:
             return value.reshape(())
-        scale = value / self.ratios if self.ratios is not None and self.ratios.shape == value.shape else None
+        same = self.ratios is not None and self.ratios.shape == value.shape
+        scale = value / self.ratios.to(value) if self.ratios is not None and same else None
         if scale is None or not torch.allclose(scale, scale.flatten()[0].expand_as(scale), rtol=1e-9):
             raise InputError(
                 "The ratios of the noise variances between outputs are part of the fitted curvature. Refit with "
