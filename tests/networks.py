@@ -159,6 +159,128 @@ class Branching(nn.Module):
         return self.head(torch.tanh(x) if float(x.detach().abs().max()) > -1 else x)
 
 
+class Upsampling(nn.Module):
+    """Transposed convolutions in one, two and three dimensions, with every option."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = nn.ConvTranspose1d(2, 3, 3, stride=2, padding=1, output_padding=1)
+        self.grouped = nn.ConvTranspose2d(2, 4, (2, 3), stride=(3, 1), padding=(1, 0), groups=2, dilation=(2, 1))
+        self.solid = nn.ConvTranspose3d(1, 1, 2, stride=(1, 2, 1), bias=False)
+        self.head = nn.Linear(8, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = torch.tanh(self.flat(x.flatten(2)))
+        grouped = torch.tanh(self.grouped(x))
+        solid = torch.tanh(self.solid(x.unsqueeze(1)))
+        return self.head(torch.cat([flat.mean(2), grouped.mean((2, 3)), solid.mean((2, 3, 4))], 1))
+
+
+class Norms(nn.Module):
+    """Every norm with statistics of its own, some without bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.group = nn.GroupNorm(2, 4)
+        self.instance = nn.InstanceNorm2d(4, affine=True)
+        self.running = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+        self.batch = nn.BatchNorm2d(4)
+        self.layer = nn.LayerNorm((2, 3), bias=False)
+        self.rms = nn.RMSNorm(3)
+        self.widen = nn.Conv2d(2, 4, 1)
+        self.head = nn.Linear(4, OUTPUTS)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.uniform_(0.5, 1.5)
+            self.batch.running_mean.uniform_(-1, 1)  # type: ignore[union-attr]
+            self.batch.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.batch(torch.tanh(self.group(self.widen(x)))))
+        x = torch.tanh(self.running(torch.sin(self.instance(x))))
+        x = self.rms(torch.tanh(self.layer(x[:, :, :2, :3])))
+        return self.head(x.mean((2, 3)) / 4)
+
+
+class Scaled(nn.Module):
+    """Raw parameters that scale, shift and stand in front: layer scale, position embedding, class token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 2) / 2)
+        self.position = nn.Parameter(torch.randn(1, 4, 2) / 2)
+        self.gamma = nn.Parameter(torch.rand(2) + 0.5)
+        self.shift = nn.Parameter(torch.rand(2, 1))
+        self.mix = nn.Linear(2, 2)
+        self.head = nn.Linear(2, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.position
+        x = x + self.gamma * torch.tanh(self.mix(x))
+        x = torch.tanh(x.transpose(1, 2)).add(self.shift).transpose(1, 2)
+        return self.head(torch.tanh(x).mean(1))
+
+
+class Tokens(nn.Module):
+    """Embeddings with padding, of positions without example axis, and bags of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 2, padding_idx=1)
+        self.positions = nn.Embedding(6, 2)
+        self.mean = nn.EmbeddingBag(4, 2, mode="mean", padding_idx=2)
+        self.ragged = nn.EmbeddingBag(4, 2, mode="sum", include_last_offset=True)
+        self.head = nn.Linear(6, OUTPUTS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        hidden = self.words(tokens) + self.positions(torch.arange(length).unsqueeze(0))
+        offsets = torch.arange(len(tokens) + 1) * length
+        weights = torch.linspace(0.5, 1, tokens.numel(), dtype=hidden.dtype)
+        weights = weights.view(tokens.shape)[:1].expand(tokens.shape).flatten()
+        ragged = self.ragged(tokens.flatten(), offsets, per_sample_weights=weights)
+        return self.head(torch.cat([torch.tanh(hidden).sum(1), torch.tanh(self.mean(tokens)), torch.tanh(ragged)], 1))
+
+
+class CrossAttention(nn.Module):
+    """Packed and separate projections, batch first or not, masks, added keys, as many queries as keys or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.MultiheadAttention(2, 2, batch_first=True)
+        self.separate = nn.MultiheadAttention(2, 1, kdim=4, vdim=2, add_bias_kv=True)
+        self.head = nn.Linear(2, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries, keys = x[..., :2], x[:, :2, 2:]
+        mask = torch.tensor([[False, True], [False, False], [False, False]])
+        hidden, _ = self.packed(queries, keys, keys, attn_mask=mask, need_weights=False)
+        hidden = torch.tanh(hidden).transpose(0, 1)
+        hidden, _ = self.separate(hidden, x.transpose(0, 1), keys[:, [0, 1, 1]].transpose(0, 1))
+        return self.head(hidden.mean(0))
+
+
+class Products(nn.Module):
+    """Weights that enter by `matmul`, `addmm` and `einsum`, transposed, in groups, and on the left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(4, 4) / 2)
+        self.bias = nn.Parameter(torch.randn(4) / 2)
+        self.heads = nn.Parameter(torch.randn(4, 2, 2) / 2)
+        self.grouped = nn.Parameter(torch.randn(2, 2, 3) / 2)
+        self.left = nn.Parameter(torch.randn(2, 3) / 2)
+        self.last = nn.Parameter(torch.randn(6, OUTPUTS) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        examples, length, width = x.shape
+        x = torch.tanh(torch.addmm(self.bias, x.reshape(-1, width), self.first)).view(examples, length, width)
+        x = torch.tanh(torch.einsum("bld,dhk->bhlk", x, self.heads))
+        x = torch.tanh(torch.einsum("...hlk,hkj->...lhj", x, self.grouped))  # [N, L, 2, 3]
+        x = torch.tanh(self.left @ x.flatten(2))
+        return torch.nn.functional.linear(x.mean(1), self.last.t())
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, OUTPUTS))
 
@@ -208,6 +330,12 @@ NETWORKS: dict[str, Network] = {
     "sequence-first": Network(SequenceFirst, sequences),
     "odd": Network(Odd, sequences),
     "branching": Network(Branching, vectors),
+    "upsampling": Network(Upsampling, images),
+    "norms": Network(Norms, images),
+    "scaled": Network(Scaled, sequences),
+    "tokens": Network(Tokens, tokens),
+    "cross-attention": Network(CrossAttention, wide_sequences),
+    "products": Network(Products, wide_sequences),
 }
 
 

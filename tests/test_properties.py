@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lapwing import Gaussian, Laplace
 from lapwing.layers.convolution import Convolution
 from lapwing.layers.rule import ExampleAxis, moments_of
+from lapwing.views import View
 from tests import oracles
 
 SETTINGS = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
@@ -92,8 +93,10 @@ def test_moments_of_convolutions(case: tuple[nn.Module, Tensor]) -> None:
     else:
         padding = padded.padding
     rule = Convolution()
-    arguments = (x, padded.weight.detach(), None, padded.stride, padding, padded.dilation, padded.groups)
-    call = rule.read(nn.functional.conv2d, arguments, {})
+    weight = padded.weight.detach()
+    arguments = (x, weight, None, padded.stride, padding, padded.dilation, padded.groups)
+    call = rule.read(nn.functional.conv2d, arguments, {}, x, lambda value: View("w", ()) if value is weight else None)
+    assert call is not None
     everything = (call, ExampleAxis(0), len(x), slice(None))
     found, expected = rule.moments(*everything), moments_of(rule.inputs(*everything))
     torch.testing.assert_close(found.products, expected.products, rtol=1e-10, atol=1e-12)

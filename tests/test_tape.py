@@ -29,17 +29,26 @@ def paths(la: Laplace) -> dict[str, str]:
 def test_paths() -> None:
     assert paths(fitted("cnn")) == {"first": "convolution", "second": "convolution", "head": "linear"}
     assert paths(fitted("tied")) == {"shared": "linear", "head": "linear"}
-    assert paths(fitted("batchnorm")) == {"linear": "linear", "norm": "fallback", "head": "linear"}
-    found = paths(fitted("attention"))
-    assert found["project"] == "fallback"  # its input has no example axis
-    assert found["head"] == "linear"
-    assert paths(fitted("tied-embedding"))["embedding"] == "fallback"  # one weight, two kinds of use
+    assert paths(fitted("batchnorm")) == {"linear": "linear", "norm": "norm", "head": "linear"}
+    assert paths(fitted("attention")) == {
+        "position": "fallback",  # enters a layer that mixes it
+        "gain": "scale",
+        "project": "linear",  # its input has no example axis, but what it is added to has
+        "attention.in_proj_weight": "linear",
+        "attention.out_proj": "linear",
+        "norm": "norm",
+        "head": "linear",
+    }
+    assert paths(fitted("tied-embedding"))["embedding"] == "embedding and linear"
+    assert set(paths(fitted("lstm")).values()) == {"fallback", "linear"}
+    for network in ("upsampling", "norms", "scaled", "tokens", "products", "cross-attention"):
+        assert "fallback" not in paths(fitted(network)).values(), network
     assert paths(fitted("sequence-first")) == {"first": "linear", "second": "linear", "head": "linear"}
 
 
 def test_summary_names_the_path() -> None:
-    assert "fallback (loop)" in fitted("branching").summary()
-    assert "fallback (vmap)" in fitted("batchnorm").summary()
+    assert "fallback (loop)" in fitted("gru").summary()
+    assert "fallback (vmap)" in fitted("attention").summary()
     table = fitted("cnn").summary()
     assert "convolution" in table
     assert "first" in table
@@ -65,10 +74,22 @@ def test_single_examples_and_ragged_batches() -> None:
             torch.testing.assert_close(left.accumulator.matrix(), right.accumulator.matrix())
 
 
+class Coupled(nn.Module):
+    """A layer whose input is shared by all examples, and enters in a way that hides it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.project(torch.ones(1, 3, dtype=x.dtype)))
+
+
 def test_coupling_hidden_by_a_first_batch_of_one_is_an_error() -> None:
-    x, y = networks.inputs("attention", 3), networks.targets("classification", 3)
+    x, y = networks.inputs("mlp", 3), networks.targets("classification", 3)
     with pytest.raises(ValueError, match="'project' was read as .* couples or reorders"):
-        Laplace(networks.make("attention"), "classification").fit(networks.batches(x, y, 1, 2))
+        Laplace(Coupled().double(), "classification").fit(networks.batches(x, y, 1, 2))
 
 
 class Reshaped(nn.Module):

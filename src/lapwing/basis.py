@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lapwing.gradients import Gradients, Pair, parts
+from lapwing.gradients import Gradients, Pair, Uses, parts
+from lapwing.tokens import Segments, TokenPair
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,11 @@ class KroneckerBasis(Basis):
     """Whether the output side is, as it is unless the prior has a shape there."""
 
     def coordinates(self, gradients: Gradients, start: int, stop: int) -> Tensor:
+        if isinstance(gradients, Uses):
+            found = [gradients.whole(part, self._of(part).coordinates(part, start, stop)) for part in gradients.parts]
+            return torch.stack(found).sum(0)
         if not isinstance(gradients, Pair):
-            return self.reduce(gradients.rows(start, stop))
+            return self.reduce(gradients.rows(start, stop).flatten(2))
         _, outputs, inputs = self.shape
         positions = gradients.positions
         # Per example and column: rotate (a, g) and then form the matrix, or form it and then rotate.
@@ -110,6 +114,17 @@ class KroneckerBasis(Basis):
             return self.reduce(gradients.rows(start, stop).flatten(2))
         g, a = self._rotated(gradients, start, stop)
         return torch.einsum("knqro,nqri->knqoi", g, a)
+
+    def _of(self, part: Pair | TokenPair) -> KroneckerBasis:
+        """The basis of the groups that a part has."""
+        if isinstance(part, TokenPair) or part.groups is None:
+            return self
+        groups = slice(part.groups.start, part.groups.stop)
+        sides = [
+            Scaling(side.values[groups]) if isinstance(side, Scaling) else None if side is None else side[groups]
+            for side in (self.output, self.input)
+        ]
+        return replace(self, shape=(len(part.groups), *self.shape[1:]), output=sides[0], input=sides[1])
 
     def _rotated(self, pair: Pair, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """`ĝ = g U_G: [K, n, Q, R, O]` and `â = a U_A: [n, Q, R, I]`, the bias included."""
@@ -149,12 +164,16 @@ class KroneckerBasis(Basis):
         return replace(self, output=_to(self.output, dtype), input=_to(self.input, dtype))
 
     def squares(self, gradients: Gradients, budget: int) -> Tensor:
+        if isinstance(gradients, TokenPair) and not isinstance(self.output, Tensor):
+            return self._picked(gradients).squares(self.shape[1])
         if not isinstance(gradients, Pair) or gradients.positions > 1:
             return super().squares(gradients, budget)
         g, a = self._rotated(gradients, 0, gradients.examples)
         return torch.einsum("nqo,nqi->qoi", g.squeeze(3).square().sum(0), a.squeeze(2).square())
 
     def variance(self, gradients: Gradients, scale: Tensor, budget: int) -> Tensor:
+        if isinstance(gradients, TokenPair) and not isinstance(self.output, Tensor):
+            return self._picked(gradients).variance(scale[0])
         if not isinstance(gradients, Pair) or gradients.positions > 1:
             return super().variance(gradients, scale, budget)
         found = []
@@ -166,6 +185,8 @@ class KroneckerBasis(Basis):
         return torch.cat(found, dim=1)
 
     def covariance(self, gradients: Gradients, scale: Tensor, budget: int) -> Tensor:
+        if isinstance(gradients, TokenPair) and not isinstance(self.output, Tensor):
+            return self._picked(gradients).covariance(scale[0])
         if not isinstance(gradients, Pair) or gradients.positions > 1:
             return super().covariance(gradients, scale, budget)
         found = []
@@ -202,7 +223,21 @@ class KroneckerBasis(Basis):
             gap = (ceiling.unsqueeze(2) - weights).clamp(min=0)
             yield _Single(g.squeeze(3), gap, pair.g[:, start:stop].squeeze(3), ceiling)
 
+    def _picked(self, pair: TokenPair) -> Segments:
+        """The coordinates of an embedding's gradients at the rows that are not 0."""
+        found = pair.segments(0, pair.examples)
+        values = found.values
+        if isinstance(self.output, Scaling):
+            values = values * self.output.values[0, found.row].unsqueeze(-1)
+        if isinstance(self.input, Scaling):
+            values = values * self.input.values[0]
+        elif self.input is not None:
+            values = values @ self.input[0]
+        return replace(found, values=values)
+
     def joint(self, gradients: Gradients, scale: Tensor, budget: int) -> Tensor:
+        if isinstance(gradients, TokenPair) and not isinstance(self.output, Tensor):
+            return self._picked(gradients).joint(scale[0])
         if not isinstance(gradients, Pair):
             return super().joint(gradients, scale, budget)
         g, a = self._rotated(gradients, 0, gradients.examples)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lapwing.gradients import Gradients, Layer, Pair
+from lapwing.gradients import Gradients, Layer
+from lapwing.reading import gradients_of
 
 if TYPE_CHECKING:
     from lapwing.tape import Record
@@ -23,18 +24,25 @@ class Delivery:
     """Collects the gradients of a few columns at the uses of each layer, and hands them on as pairs."""
 
     record: Record
-    layers: dict[str, Layer]
+    layers: list[Layer]
     consume: Consume
     first: int
     columns: int
     together: bool
     arrived: dict[str, dict[int, list[Tensor]]] = field(default_factory=dict)
     uses: dict[str, list[int]] = field(init=False)
+    owners: dict[str, list[Layer]] = field(init=False)
     handed: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.uses = {name: self.record.uses_of(layer) for name, layer in self.layers.items()}
-        self.handed = dict.fromkeys(self.layers, 0)
+        self.owners, self.uses = {}, {}
+        for layer in self.layers:
+            indices = self.record.uses_of(layer)
+            if indices:
+                weight = self.record.uses[indices[0]].weight
+                self.owners.setdefault(weight, []).append(layer)
+                self.uses[weight] = indices
+        self.handed = dict.fromkeys(self.owners, 0)
 
     def at_once(self, columns: Tensor) -> None:
         """All columns in one batched backward pass."""
@@ -42,8 +50,7 @@ class Delivery:
         delivered = self.record.grad([self.record.uses[i].edge for i in wanted], columns, batched=True)
         gradients = dict(zip(wanted, delivered, strict=True))
         for name, indices in self.uses.items():
-            if indices:
-                self._hand_on(name, [gradients.pop(i) for i in indices])
+            self._hand_on(name, [gradients.pop(i) for i in indices])
 
     def one_by_one(self, columns: Tensor) -> None:
         """One backward pass per column.
@@ -51,7 +58,7 @@ class Delivery:
         Hooks deliver large gradients as they exist, to be used and freed. Small ones are kept until all
         columns are there, as a call for each would cost more than the work.
         """
-        waiting = {name: self.uses[name] for name in self.layers if self.uses[name] and self._is_small(name)}
+        waiting = {name: indices for name, indices in self.uses.items() if self._is_small(name)}
         frontier = self.record.graph.frontier
         edges = [*frontier, *(i for indices in waiting.values() for i in indices if i not in frontier)]
         kept: dict[int, list[Tensor]] = {i: [] for indices in waiting.values() for i in indices}
@@ -75,7 +82,7 @@ class Delivery:
 
     def _listen(self, index: int, gradient: Tensor, kept: Collection[int]) -> None:
         name = self.record.uses[index].weight
-        if index in kept or name not in self.layers:
+        if index in kept or name not in self.uses:
             return
         found = self.arrived.setdefault(name, {i: [] for i in self.uses[name]})
         found[index].append(gradient if self.record.create_graph else gradient.detach())
@@ -84,17 +91,12 @@ class Delivery:
             self._hand_on(name, [_stack(values) for values in found.values()])
 
     def _hand_on(self, name: str, gradients: Sequence[Tensor | None]) -> None:
-        record, layer, parts = self.record, self.layers[name], []
-        for i, gradient in zip(self.uses[name], gradients, strict=True):
-            use, axis = record.uses[i], record.axes[i]
-            assert axis is not None
-            assert gradient is not None
-            parts.append(use.rule.gradients(use.call, gradient.to(record.dtype), axis, record.examples))
-        inputs = record.layer_inputs(layer)
-        assert inputs is not None
-        g = parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
-        self.consume(layer, Pair(inputs, g, self.first + self.handed[name]))
-        self.handed[name] += g.shape[0]
+        delivered = [gradient for gradient in gradients if gradient is not None]
+        assert len(delivered) == len(self.uses[name])
+        for layer in self.owners[name]:
+            column = self.first + self.handed[name]
+            self.consume(layer, gradients_of(self.record, layer, self.uses[name], delivered, column))
+        self.handed[name] += delivered[0].shape[0]
 
 
 def _stack(gradients: list[Tensor]) -> Tensor:

@@ -1,9 +1,9 @@
 """Per-example gradients of one layer, in the form in which the tape delivers them.
 
-`Pair` is `(a, g)`: the gradient of example n for backpropagated vector k is `Σ_r g_knr a_nrᵀ`.
-`Rows` holds the gradients themselves, for parameters that no rule reads as a pair.
-Both count the parameters of a layer in the same order: row-major `[Q, O, I]`, with the bias as the
-last input, which is always 1.
+`Pair` is `(a, g)`: the gradient of example n for backpropagated vector k is `Σ_r g_knr a_nrᵀ`. `TokenPair` is the
+same for embeddings, where a is one-hot. `Uses` adds up several that do not read alike. `Rows` holds the gradients
+themselves, for parameters without a Kronecker form. All count the parameters of a layer in the same order:
+row-major `[Q, O, I]`, with the bias as the last input, which is always 1.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapwing.layers.rule import Moments
+from lapwing.layers.rule import Layout, Moments, moments_of
+from lapwing.tokens import TokenPair, Tokens
 
 
 @dataclass(frozen=True)
 class Layer:
     """A set of parameters that the structures treat together.
 
-    `shape` is (Q, O, I) with the bias counted in I where the layer is read as a pair, and None where
-    it comes as rows. `path` says how its per-example gradients are computed.
+    `shape` is (Q, O, I) with the bias counted in I where the layer has a Kronecker form, and None where
+    it comes as rows. `path` says how its per-example gradients are computed. `layout` is how its weight reads as
+    `[Q, O, I]`, None if in its own order. `form` is "pair", "tokens" (O is a vocabulary, and its side of the
+    curvature diagonal), "tied" (both kinds of use) or "rows".
     """
 
     name: str
@@ -31,6 +34,8 @@ class Layer:
     sizes: tuple[torch.Size, ...]
     shape: tuple[int, int, int] | None
     path: str
+    layout: Layout | None = None
+    form: str = "pair"
 
     @property
     def size(self) -> int:
@@ -42,6 +47,9 @@ class Layer:
             values[name].flatten(values[name].dim() - len(size)) if size else values[name].unsqueeze(-1)
             for name, size in zip(self.parameters, self.sizes, strict=True)
         ]
+        if self.layout is not None:
+            weight = values[self.parameters[0]]
+            parts[0] = self.layout.canonical(weight, weight.dim() - len(self.sizes[0]))
         if self.shape is None or len(parts) == 1:
             return torch.cat(parts, dim=-1)
         groups, outputs, _ = self.shape
@@ -56,6 +64,8 @@ class Layer:
             groups, outputs, inputs = self.shape
             matrix = vector.unflatten(-1, (groups * outputs, inputs))
             parts = (matrix[..., :-1].flatten(-2), matrix[..., -1])
+        if self.layout is not None:
+            parts = (self.layout.own(parts[0]), *parts[1:])
         return {
             name: part.reshape((*vector.shape[:-1], *size))
             for name, size, part in zip(self.parameters, self.sizes, parts, strict=True)
@@ -63,32 +73,44 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """The inputs `a: [N, Q, R, I]` of a layer, unfolded only for the examples asked for."""
+class UseInputs:
+    """The inputs `a: [N, Q, R, I]` of one use, unfolded only for the examples asked for; of the layer's `groups`."""
 
-    read: tuple[Callable[[slice], Tensor], ...]
-    read_moments: tuple[Callable[[slice], Moments], ...]
+    read: Callable[[slice], Tensor]
+    read_moments: Callable[[slice], Moments]
+    groups: range | None = None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of all uses of a layer."""
+
+    uses: tuple[UseInputs | Tokens, ...]
     examples: int
     bias: bool
 
     def part(self, start: int, stop: int) -> Tensor:
         """`[n, Q, R, I]`, the positions of all uses side by side; the bias is not a column here."""
-        parts = [read(slice(start, stop)) for read in self.read]
+        parts = [use.read(slice(start, stop)) for use in self.uses if isinstance(use, UseInputs)]
+        assert len(parts) == len(self.uses)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
-    def moments(self, start: int, stop: int) -> list[Moments]:
-        """The moments of `a`, one for each use."""
-        return [read(slice(start, stop)) for read in self.read_moments]
+    def together(self) -> UseInputs:
+        """All uses as one."""
+        return UseInputs(
+            lambda part: self.part(part.start, part.stop), lambda part: moments_of(self.part(part.start, part.stop))
+        )
 
 
 @dataclass(frozen=True)
 class Pair:
-    """`a: [N, Q, R, I]` (lazy) and `g: [K, N, Q, R, O]`, for columns `column` and on."""
+    """`a: [N, Q, R, I]` (lazy) and `g: [K, N, Q, R, O]`, for columns `column` and on, of the layer's `groups`."""
 
     inputs: Inputs
     g: Tensor
     column: int = 0
     start: int = 0
+    groups: range | None = None
 
     @property
     def columns(self) -> int:
@@ -144,13 +166,90 @@ class Rows:
         return self.values @ vector
 
 
-Gradients = Pair | Rows
+@dataclass(frozen=True)
+class Uses:
+    """Several uses of one weight that do not read alike; their gradients add up. `shape` is the layer's (Q, O, I)."""
+
+    parts: tuple[Pair | TokenPair, ...]
+    shape: tuple[int, int, int]
+    start: int = 0
+
+    @property
+    def column(self) -> int:
+        return self.parts[0].column
+
+    @property
+    def columns(self) -> int:
+        return self.parts[0].columns
+
+    @property
+    def examples(self) -> int:
+        return self.parts[0].examples
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """`[K, n, Q, O, I]`."""
+        return torch.stack([self.whole(part, part.rows(start, stop)) for part in self.parts]).sum(0)
+
+    def whole(self, part: Pair | TokenPair, values: Tensor) -> Tensor:
+        """Values of a part's own groups `[*lead, q, O, I]` among zeros for the others: `[*lead, Q, O, I]`."""
+        if isinstance(part, TokenPair) or part.groups is None:
+            return values
+        before, after = part.groups.start, self.shape[0] - part.groups.stop
+        return torch.nn.functional.pad(values, (0, 0, 0, 0, before, after))
+
+    def contract(self, vector: Tensor) -> Tensor:
+        """Inner product of each gradient with one vector `[p]` of the layer: `[K, N]`."""
+        groups = vector.unflatten(0, self.shape)
+        total = torch.zeros(self.columns, self.examples, dtype=vector.dtype, device=vector.device)
+        for part in self.parts:
+            own = groups if isinstance(part, TokenPair) or part.groups is None else groups[list(part.groups)]
+            total = total + part.contract(own.flatten())
+        return total
+
+
+Gradients = Pair | TokenPair | Uses | Rows
+
+
+def total(gradients: Gradients, budget: int) -> Tensor:
+    """The gradients summed over the examples: `[K, p]`."""
+    if isinstance(gradients, Rows):
+        return gradients.values.sum(1)
+    if isinstance(gradients, TokenPair):
+        return gradients.total()
+    if isinstance(gradients, Uses):
+        wide = [total(part, budget).unflatten(1, _own_shape(part, gradients.shape)) for part in gradients.parts]
+        whole = [gradients.whole(part, values) for part, values in zip(gradients.parts, wide, strict=True)]
+        return torch.stack(whole).sum(0).flatten(1)
+    each = gradients.inputs.part(0, 1).numel()
+    sums = []
+    for start, stop in parts(gradients, each, budget // 4):
+        a, g = gradients.inputs.part(start, stop), gradients.g[:, start:stop]
+        weight = torch.einsum("knqro,nqri->kqoi", g, a.to(g.dtype))
+        if gradients.inputs.bias:
+            weight = torch.cat([weight, g.sum((1, 3)).unsqueeze(-1)], dim=-1)
+        sums.append(weight.flatten(1))
+    return torch.stack(sums).sum(0)
+
+
+def _own_shape(part: Pair | TokenPair, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+    groups = None if isinstance(part, TokenPair) else part.groups
+    return shape if groups is None else (len(groups), *shape[1:])
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """Gradients of embeddings with `sparse=True` are sparse."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def parts(gradients: Gradients, elements: int, budget: int) -> Iterator[tuple[int, int]]:
     """Ranges of examples such that K·n·elements numbers stay below `budget` bytes."""
-    element_size = (gradients.g if isinstance(gradients, Pair) else gradients.values).element_size()
-    each = max(1, gradients.columns * elements * element_size)
+    each = max(1, gradients.columns * elements * _element_size(gradients))
     step = max(1, math.floor(budget / each))
     for start in range(0, gradients.examples, step):
         yield start, min(start + step, gradients.examples)
+
+
+def _element_size(gradients: Gradients) -> int:
+    if isinstance(gradients, Uses):
+        return _element_size(gradients.parts[0])
+    return (gradients.values if isinstance(gradients, Rows) else gradients.g).element_size()

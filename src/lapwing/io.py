@@ -21,6 +21,7 @@ from lapwing.errors import FileError
 from lapwing.fitted import Fitted
 from lapwing.gradients import Layer
 from lapwing.guard import borrowed
+from lapwing.layers import Layout
 from lapwing.likelihoods import Likelihood, Statistics
 from lapwing.priors import FactoredDamping, GaussianPrior, Prior
 from lapwing.spectrum import Spectrum
@@ -190,14 +191,16 @@ def _check_model(path: Path, header: dict[str, Any], model: nn.Module) -> None:
 def _layer_header(layer: Layer) -> dict[str, Any]:
     return {
         "name": layer.name, "parameters": layer.parameters, "sizes": [list(size) for size in layer.sizes],
-        "shape": layer.shape, "path": layer.path,
+        "shape": layer.shape, "path": layer.path, "form": layer.form,
+        "layout": None if layer.layout is None else [layer.layout.view, layer.layout.order],
     }  # fmt: skip
 
 
 def _layer_from(entry: dict[str, Any]) -> Layer:
     shape = None if entry["shape"] is None else tuple(entry["shape"])
     sizes = tuple(torch.Size(size) for size in entry["sizes"])
-    return Layer(entry["name"], tuple(entry["parameters"]), sizes, shape, entry["path"])
+    layout = None if entry["layout"] is None else Layout(*(tuple(part) for part in entry["layout"]))
+    return Layer(entry["name"], tuple(entry["parameters"]), sizes, shape, entry["path"], layout, entry["form"])
 
 
 def _prior_header(prior: Prior) -> tuple[dict[str, Any], dict[str, Tensor]]:

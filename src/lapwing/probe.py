@@ -8,6 +8,7 @@ times the first along an axis, that axis holds the examples.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lapwing.gradients import Layer
-from lapwing.layers import ExampleAxis
+from lapwing.gradients import Layer, dense, total
+from lapwing.layers import Call, ExampleAxis, RowRule, TokenRule
+from lapwing.reading import gradients_of
 
 if TYPE_CHECKING:
-    from lapwing.tape import Record, Use
+    from lapwing.recorder import Use
+    from lapwing.tape import Record
 
 logger = logging.getLogger("lapwing")
 
@@ -49,7 +52,7 @@ def examine(record: Record) -> tuple[Axes, tuple[Layer, ...], bool]:
 def _layers(
     record: Record, axes: Axes, plain: list[Tensor | None], truth: dict[str, Tensor | None]
 ) -> tuple[Layer, ...]:
-    """Pairs where the self-check against autograd holds; every other parameter comes as rows."""
+    """Read by rules where the self-check against autograd holds; every other parameter takes the fallback."""
     parameters = record.parameters
     found: list[Layer] = []
     covered: set[str] = set()
@@ -57,24 +60,56 @@ def _layers(
     for i, use in enumerate(record.uses):
         by_weight.setdefault(use.weight, []).append(i)
     biases = [record.uses[uses[0]].bias for uses in by_weight.values()]
+    record.axes = axes
     for weight, indices in by_weight.items():
         uses = [record.uses[i] for i in indices]
-        shapes = {(use.bias, use.rule.shape(use.call)) for use in uses}
+        layer = None if any(axes[i] is None for i in indices) else read_layer(weight, uses, parameters)
         bias = uses[0].bias
-        names = (weight,) if bias is None else (weight, bias)
-        groups, outputs, inputs = uses[0].rule.shape(uses[0].call)
-        layer = Layer(
-            _layer_name(weight), names, tuple(parameters[name].shape for name in names),
-            (groups, outputs, inputs + (bias is not None)), uses[0].rule.name,
-        )  # fmt: skip
-        if len(shapes) > 1 or (bias is not None and biases.count(bias) > 1) or any(axes[i] is None for i in indices):
+        if layer is None or (bias is not None and (biases.count(bias) > 1 or bias in by_weight)):
             logger.info("%s: coupled or unequal uses; exact fallback", weight)
-        elif not _agrees(record, layer, indices, axes, plain, truth):
+        elif not _agrees(record, layer, indices, plain, truth):
             logger.info("%s: (a, g) does not reproduce autograd's gradient; exact fallback", weight)
         else:
             found.append(layer)
-            covered.update(names)
+            covered.update(layer.parameters)
     return _in_order([*found, *_rest(parameters, covered, {layer.name for layer in found})], parameters)
+
+
+def read_layer(weight: str, uses: list[Use], parameters: dict[str, Tensor]) -> Layer | None:
+    """The layer of a weight, if all its uses read alike, or as embedding and head, or as rows of one matrix."""
+    calls, rules = [use.call for use in uses], [use.rule for use in uses]
+    if len({call.bias for call in calls}) > 1:
+        return None
+    bias = calls[0].bias
+    names = (weight,) if bias is None else (weight, bias)
+    sizes = tuple(parameters[name].shape for name in names)
+    paths = " and ".join(dict.fromkeys(rule.name for rule in rules))
+    if all(isinstance(rule, RowRule) for rule in rules):
+        return Layer(_layer_name(weight), names, sizes, None, paths, None, "rows")
+    tokens = {isinstance(rule, TokenRule) for rule in rules}
+    shape, layouts = calls[0].shape, {call.layout for call in calls}
+    if shape is None or any(call.shape is None for call in calls) or len(layouts) > 1:
+        return None
+    if any(call.rows is not None for call in calls):
+        shape = _common_groups(calls, parameters[weight].shape)
+    elif len({call.shape for call in calls}) > 1:
+        shape = None
+    if shape is None:
+        return None
+    form = "pair" if tokens == {False} else "tokens" if tokens == {True} else "tied"
+    full = (shape[0], shape[1], shape[2] + (bias is not None))
+    return Layer(_layer_name(weight), names, sizes, full, paths, calls[0].layout, form)
+
+
+def _common_groups(calls: list[Call], size: torch.Size) -> tuple[int, int, int] | None:
+    """Where uses read some rows of a matrix, as the projections packed into one: groups of as many rows as all are
+    made of.
+    """
+    if any(call.shape is None or call.shape[0] != 1 or call.layout is not None for call in calls):
+        return None
+    edges = [edge for call in calls if call.rows is not None for edge in (call.rows.start, call.rows.stop)]
+    rows = math.gcd(*edges, size[0])
+    return size[0] // rows, rows, size[1:].numel()
 
 
 def _random(record: Record) -> tuple[Tensor, Tensor]:
@@ -95,14 +130,20 @@ def _backward(record: Record, inputs: Sequence[Tensor | GradientEdge], vector: T
 def _find(use: Use, plain: Tensor | None, scaled: Tensor | None, scale: Tensor) -> ExampleAxis | None:
     """The axis along which the second gradient is closest to α_n times the first, if it is that close."""
     examples = scale.shape[0]
+
+    def arrange(gradient: Tensor) -> Tensor:
+        return use.rule.arrange(use.call, gradient.unsqueeze(0))[0]
+
+    shape = arrange(torch.empty(use.output, device="meta")).shape
     candidates = [
         ExampleAxis(dimension, inner)
         for dimension in use.rule.example_axes(use.call, use.output)
-        if use.output[dimension] > 0 and use.output[dimension] % examples == 0
-        for inner in ((False, True) if use.output[dimension] > examples else (False,))
+        if shape[dimension] > 0 and shape[dimension] % examples == 0
+        for inner in ((False, True) if shape[dimension] > examples else (False,))
     ]
     if plain is None or scaled is None:
         return candidates[0] if candidates else None
+    plain, scaled = arrange(plain), arrange(scaled)
     best, smallest = None, torch.finfo(plain.dtype).eps ** 0.5
     for axis in candidates:
         first, second = axis.first(plain, examples), axis.first(scaled, examples)
@@ -118,25 +159,19 @@ def _agrees(
     record: Record,
     layer: Layer,
     indices: list[int],
-    axes: Axes,
     plain: list[Tensor | None],
     truth: dict[str, Tensor | None],
 ) -> bool:
-    assembled = torch.zeros(layer.size, dtype=record.outputs.dtype, device=record.outputs.device)
-    for i in indices:
-        use, axis, gradient = record.uses[i], axes[i], plain[i]
-        if gradient is None or axis is None:
-            continue
-        g = use.rule.gradients(use.call, gradient.unsqueeze(0), axis, record.examples)[0]
-        a = use.rule.inputs(use.call, axis, record.examples, slice(None)).detach()
-        weight = torch.einsum("nqro,nqri->qoi", g.to(a.dtype), a)
-        if len(layer.parameters) == 2:
-            weight = torch.cat([weight, g.sum((0, 2)).unsqueeze(-1)], dim=-1)
-        assembled += weight.flatten()
+    reached = [(i, gradient.unsqueeze(0)) for i in indices if (gradient := plain[i]) is not None]
+    assembled = torch.zeros(layer.size, dtype=record.dtype, device=record.outputs.device)
+    if reached:
+        gradients = gradients_of(record, layer, [i for i, _ in reached], [gradient for _, gradient in reached], 0)
+        assembled = total(gradients, record.tape.budget)[0]
     for name, value in layer.unpack(assembled).items():
         expected = truth[name]
-        expected = torch.zeros_like(value) if expected is None else expected
-        tolerance = torch.finfo(value.dtype).eps ** 0.5
+        expected = torch.zeros_like(value) if expected is None else dense(expected).to(value.dtype)
+        coarsest = max(torch.finfo(tensor.dtype).eps for tensor in (record.outputs, record.parameters[name]))
+        tolerance = coarsest**0.5
         scale = torch.maximum(expected.abs().amax(), value.abs().amax())
         if bool(((value - expected).abs() > tolerance * scale).any()):
             return False
@@ -156,6 +191,8 @@ def _rest(parameters: dict[str, Tensor], covered: set[str], taken: set[str]) -> 
             tuple(parameters[name].shape for name in names),
             None,
             "fallback",
+            None,
+            "rows",
         )
         for module, names in modules.items()
     ]

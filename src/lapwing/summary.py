@@ -12,7 +12,7 @@ def summarize(tape: Tape, posterior: Posterior) -> str:
     rows = [("layer", "parameters", "size", "gradients", "structure", "prior precision")]
     for block in posterior.spectrum.blocks:
         for layer in block.layers:
-            path = layer.path if layer.shape is not None else f"fallback ({tape.fallback().method})"
+            path = f"fallback ({tape.fallback().method})" if layer.path == "fallback" else layer.path
             rows.append((
                 layer.name, ", ".join(name.rpartition(".")[2] for name in layer.parameters), f"{layer.size:,}",
                 path, block.accumulator.kind, _precision(posterior, layer.parameters),

@@ -7,15 +7,14 @@ holds them or how often they are used. What no rule reads takes the exact fallba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
+from torch.autograd.graph import GradientEdge
 
 from lapwing import probe
 from lapwing.batches import Inputs, ReadOutput, read_output
@@ -23,60 +22,13 @@ from lapwing.columns import Columns
 from lapwing.delivery import Consume, Delivery
 from lapwing.errors import InputError
 from lapwing.gradients import Inputs as LayerInputs
-from lapwing.gradients import Layer, Rows
+from lapwing.gradients import Layer, Rows, dense
 from lapwing.graph import Graph, walk
 from lapwing.guard import twice_differentiable
-from lapwing.layers import RULES, Call, ExampleAxis, Rule
+from lapwing.layers import Call, ExampleAxis
 from lapwing.layers.per_example import PerExample
-from lapwing.layers.rule import Moments
-
-
-@dataclass(frozen=True)
-class Use:
-    """One use of a Bayesian weight: the rule that reads it, its input, and the edge of its output."""
-
-    rule: Rule
-    call: Call
-    weight: str
-    bias: str | None
-    edge: GradientEdge
-    output: torch.Size
-
-
-@dataclass
-class _Mailbox:
-    """Where gradients arrive during a backward pass. It must not refer to the graph that refers to it."""
-
-    listener: Callable[[int, Tensor], None] | None = None
-
-    def deliver(self, index: int, gradient: Tensor) -> None:
-        if self.listener is not None:
-            self.listener(index, gradient)
-
-
-class _Recorder(TorchFunctionMode):
-    def __init__(self, names: dict[int, str], mailbox: _Mailbox) -> None:
-        super().__init__()
-        self.names, self.mailbox, self.uses = names, mailbox, list[Use]()
-
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        output = func(*args, **kwargs)
-        rule = RULES.get(func)
-        if rule is None:
-            return output
-        call = rule.read(func, args, kwargs)
-        weight = self.names.get(id(call.weight))
-        if weight is None or not output.requires_grad:
-            return output
-        bias = None if call.bias is None else self.names.get(id(call.bias))
-        index, mailbox = len(self.uses), self.mailbox
-        self.uses.append(Use(rule, call, weight, bias, get_gradient_edge(output), output.shape))
-        # A hook set now sees the gradient of the value as it is now, whatever happens to it in place.
-        output.register_hook(lambda gradient: mailbox.deliver(index, gradient))
-        return output
+from lapwing.reading import inputs_of
+from lapwing.recorder import Mailbox, Recorder, Use
 
 
 @dataclass
@@ -93,11 +45,11 @@ class Tape:
 
     def record(self, inputs: Inputs, create_graph: bool = False) -> Record:
         """Run the model under the recorder. The model must be borrowed (see `guard`)."""
-        mailbox = _Mailbox()
+        mailbox = Mailbox()
         parameters: dict[str, Tensor] = dict(self.parameters)
         if create_graph:  # aliases, so that a backward pass of the user's through the result ends here
             parameters = {name: value.detach().requires_grad_() for name, value in parameters.items()}
-        recorder = _Recorder({id(parameter): name for name, parameter in parameters.items()}, mailbox)
+        recorder = Recorder({id(parameter): name for name, parameter in parameters.items()}, mailbox)
         with recorder, self.kernels(create_graph):
             try:
                 outputs = self.forward(parameters if create_graph else {}, inputs)
@@ -145,7 +97,7 @@ class Tape:
         """The per-example gradients of all parameters that are not read as a pair."""
         if self._fallback is None:
             assert self.layers is not None
-            names = [name for layer in self.layers if layer.shape is None for name in layer.parameters]
+            names = [name for layer in self.layers if layer.path == "fallback" for name in layer.parameters]
             self._fallback = PerExample(self.forward, tuple(names))
         return self._fallback
 
@@ -170,10 +122,11 @@ class Record:
     outputs: Tensor
     parameters: dict[str, Tensor]
     uses: tuple[Use, ...]
-    mailbox: _Mailbox
+    mailbox: Mailbox
     create_graph: bool
     axes: tuple[ExampleAxis | None, ...] = ()
     _graph: Graph | None = None
+    _calls: dict[int, Call] = field(default_factory=dict, repr=False)
 
     @property
     def examples(self) -> int:
@@ -192,26 +145,27 @@ class Record:
 
     def uses_of(self, layer: Layer) -> list[int]:
         """The uses of a layer's weight that the outputs depend on."""
-        weight = layer.parameters[0]
-        return [i for i, use in enumerate(self.uses) if use.weight == weight and self.graph.reached[i]]
+        first = layer.parameters[0]
+        return [
+            i
+            for i, use in enumerate(self.uses)
+            if (use.weight == first or (layer.form == "rows" and use.bias == first)) and self.graph.reached[i]
+        ]
+
+    def call(self, index: int) -> Call:
+        """The call of a use, detached unless a graph is wanted, and prepared by its rule once."""
+        if index not in self._calls:
+            use = self.uses[index]
+            seen = use.call.input if self.create_graph else use.call.input.detach()
+            seen = seen.to(self.dtype) if seen.is_floating_point() else seen
+            with torch.set_grad_enabled(self.create_graph):
+                self._calls[index] = use.rule.prepare(replace(use.call, input=seen))
+        return self._calls[index]
 
     def layer_inputs(self, layer: Layer) -> LayerInputs | None:
-        """`a` of a layer that is read as a pair; None if this pass did not reach it."""
+        """`a` of a layer with a Kronecker form; None if it has none or this pass did not reach it."""
         uses = self.uses_of(layer)
-        if layer.shape is None or not uses:
-            return None
-        readers, moments = zip(*(self._readers(i) for i in uses), strict=True)
-        return LayerInputs(readers, moments, self.examples, len(layer.parameters) == 2)
-
-    def _readers(self, index: int) -> tuple[Callable[[slice], Tensor], Callable[[slice], Moments]]:
-        use, axis, examples = self.uses[index], self.axes[index], self.examples
-        assert axis is not None
-        seen = use.call.input if self.create_graph else use.call.input.detach()
-        call = replace(use.call, input=seen.to(self.dtype))
-        return (
-            lambda part: use.rule.inputs(call, axis, examples, part),
-            lambda part: use.rule.moments(call, axis, examples, part),
-        )
+        return None if layer.shape is None or not uses else inputs_of(self, layer, uses)
 
     def sweep(self, columns: Columns, consume: Consume, together: bool, wanted: Collection[str]) -> None:
         """Backpropagate `columns` and hand the per-example gradients of the `wanted` layers to `consume`.
@@ -221,7 +175,7 @@ class Record:
         where all do not fit.
         """
         layers = [layer for layer in self.tape.layers or () if layer.name in wanted]
-        pairs = {layer.parameters[0]: layer for layer in layers if layer.shape is not None}
+        pairs = [layer for layer in layers if layer.path != "fallback"]
         step = columns.count if together else min(columns.count, self._columns_at_once())
         if pairs:
             for start in range(0, columns.count, step):
@@ -234,7 +188,8 @@ class Record:
         rows = [
             layer
             for layer in layers
-            if layer.shape is None and any(id(self.parameters[name]) in self.graph.leaves for name in layer.parameters)
+            if layer.path == "fallback"
+            and any(id(self.parameters[name]) in self.graph.leaves for name in layer.parameters)
         ]
         if rows:
             self._rows(columns, rows, consume, together)
@@ -273,16 +228,16 @@ class Record:
         tensors = list(self.parameters.values())
         gradients = torch.autograd.grad(scalar, tensors, retain_graph=True, allow_unused=True)
         return {
-            name: torch.zeros_like(tensor) if gradient is None else gradient
+            name: torch.zeros_like(tensor) if gradient is None else dense(gradient)
             for name, tensor, gradient in zip(self.parameters, tensors, gradients, strict=True)
         }
 
 
 def _check_same(known: tuple[Layer, ...], found: tuple[Layer, ...], used: set[str]) -> None:
-    """A layer that was read as a pair before, and is used in this pass, must be one here too."""
-    pairs = {(layer.parameters, layer.shape) for layer in found if layer.shape is not None}
-    before = [layer for layer in known if layer.shape is not None and layer.parameters[0] in used]
-    lost = [layer.name for layer in before if (layer.parameters, layer.shape) not in pairs]
+    """A layer that was read by a rule before, and is used in this pass, must be here too."""
+    read = {(name, layer.shape) for layer in found if layer.path != "fallback" for name in layer.parameters}
+    before = [layer for layer in known if layer.path != "fallback" and layer.parameters[0] in used]
+    lost = [layer.name for layer in before if any((name, layer.shape) not in read for name in layer.parameters)]
     if lost:
         raise InputError(
             f"Layer {lost[0]!r} was read as (input, gradient) on an earlier batch, but couples or reorders the "

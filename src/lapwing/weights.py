@@ -13,6 +13,7 @@ from torch import nn
 from lapwing.batches import Unpack, unpack
 from lapwing.errors import InputError
 from lapwing.graph import walk
+from lapwing.layers import PairRule
 from lapwing.tape import Tape
 
 LAST_LAYER = "last_layer"
@@ -83,7 +84,8 @@ def last_layer(tape: Tape, batch: Any, custom: Unpack | None) -> tuple[str, ...]
     inputs, _ = unpack(batch, "Batch 0", custom)
     device = next(iter(tape.parameters.values())).device
     record = tape.record(inputs.to(device))
-    reached = [use for use, reached in zip(record.uses, record.graph.reached, strict=True) if reached]
+    pairs = zip(record.uses, record.graph.reached, strict=True)
+    reached = [use for use, reached in pairs if reached and isinstance(use.rule, PairRule)]
     if not reached:
         raise InputError(
             "weights='last_layer' found no linear or convolutional layer before the output. Name the parameters: "

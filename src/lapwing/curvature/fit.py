@@ -18,6 +18,7 @@ from lapwing.curvature.hessian import add_hessian
 from lapwing.curvature.kinds import columns
 from lapwing.curvature.kronecker import KroneckerAccumulator
 from lapwing.curvature.structures import StructureOptions, arrange, build, group
+from lapwing.curvature.tied import TiedAccumulator
 from lapwing.errors import InputError
 from lapwing.likelihoods import Likelihood, Statistics
 from lapwing.progress import bar
@@ -116,7 +117,7 @@ class Fit:
         """Freeze the Kronecker bases and accumulate the exact diagonal of H in them."""
         refined = tuple(
             replace(block, accumulator=_eigen(block.accumulator, self.options.budget))
-            if isinstance(block.accumulator, KroneckerAccumulator)
+            if isinstance(block.accumulator, KroneckerAccumulator | TiedAccumulator)
             else block
             for block in blocks
         )
@@ -126,7 +127,8 @@ class Fit:
         return refined
 
 
-def _eigen(factors: KroneckerAccumulator, budget: int) -> DiagonalAccumulator:
+def _eigen(factors: KroneckerAccumulator | TiedAccumulator, budget: int) -> DiagonalAccumulator:
     decomposition = factors.decompose(None)
-    zeros = torch.zeros(decomposition.basis.shape, dtype=factors.inputs.dtype, device=factors.inputs.device)
+    like = next(iter(factors.tensors().values()))
+    zeros = torch.zeros(decomposition.basis.shape, dtype=like.dtype, device=like.device)
     return DiagonalAccumulator(decomposition.basis, zeros, budget, kind="ekfac")

@@ -27,7 +27,7 @@ def add_hessian(record: Record, likelihood: Likelihood, targets: Tensor, blocks:
         packed = block.pack(filled)
         rows = torch.zeros_like(block.accumulator.sums)
         for i in range(block.size if packed.requires_grad else 0):
-            row = torch.autograd.grad(packed[i], tensors, retain_graph=True, allow_unused=True)
+            row = _second(packed[i], tensors)
             values = {
                 name: torch.zeros_like(tensor) if value is None else value
                 for name, tensor, value in zip(block.parameters, tensors, row, strict=True)
@@ -35,6 +35,15 @@ def add_hessian(record: Record, likelihood: Likelihood, targets: Tensor, blocks:
             rows[i] = block.pack(values)
         _check_symmetric(rows, block)
         block.accumulator.sums += rows
+
+
+def _second(slope: Tensor, tensors: list[Tensor]) -> tuple[Tensor | None, ...]:
+    try:
+        return torch.autograd.grad(slope, tensors, retain_graph=True, allow_unused=True)
+    except NotImplementedError as missing:
+        raise InputError(
+            f"PyTorch has no second derivative for an operation of this model ({missing}) Use curvature='ggn'."
+        ) from missing
 
 
 def _check_symmetric(rows: Tensor, block: Block) -> None:

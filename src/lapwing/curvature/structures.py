@@ -13,6 +13,7 @@ from lapwing.curvature.accumulator import Accumulator, sum_dtype
 from lapwing.curvature.dense import DenseAccumulator
 from lapwing.curvature.diagonal import DiagonalAccumulator
 from lapwing.curvature.kronecker import KroneckerAccumulator
+from lapwing.curvature.tied import TiedAccumulator
 from lapwing.errors import InputError
 from lapwing.gradients import Layer
 
@@ -29,6 +30,7 @@ class StructureOptions:
     budget: int = 2**30
 
 
+_ROLES = {"pair": (False,), "tokens": (True,), "tied": (False, True)}  # which sides hold the inputs, by form
 Build = Callable[[tuple[Layer, ...], StructureOptions, Tensor], Accumulator]
 
 
@@ -40,10 +42,14 @@ def _diag(layers: tuple[Layer, ...], options: StructureOptions, like: Tensor) ->
 
 def _kron(layers: tuple[Layer, ...], options: StructureOptions, like: Tensor) -> Accumulator:
     (layer,) = layers
-    if layer.shape is not None:
-        return KroneckerAccumulator.zeros(
-            layer.shape, options.kron == "reduce", options.max_factor, options.budget, like
-        )
+    exact = layer.form == "tied" and layer.size <= options.max_dense  # no single Kronecker product is exact
+    if layer.shape is not None and not exact:
+        reduce = options.kron == "reduce"
+        parts = [
+            KroneckerAccumulator.zeros(layer.shape, reduce, options.max_factor, options.budget, like, turned)
+            for turned in _ROLES[layer.form]
+        ]
+        return parts[0] if len(parts) == 1 else TiedAccumulator(parts[0], parts[1])
     return (_dense if layer.size <= options.max_dense else _diag)(layers, options, like)
 
 

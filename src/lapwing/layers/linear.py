@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lapwing.layers.rule import Call, ExampleAxis, Moments, moments_of
+from lapwing.layers.rule import Call, ExampleAxis, Layout, PairRule
+from lapwing.views import Owner
 
 
-class Linear:
+class Linear(PairRule):
     name = "linear"
-    functions: tuple[Callable[..., Any], ...] = (functional.linear,)
+    functions: ClassVar[tuple[Callable[..., Any], ...]] = (functional.linear,)
 
-    def read(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return _bind(*args, **kwargs)
+    def read(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, owner: Owner
+    ) -> Call | None:
+        x, w, b = _bind(*args, **kwargs)
+        weight, bias = owner(w), owner(b)
+        if weight is None:
+            return None
+        transposed = weight.order == (1, 0)
+        if transposed and weight.rows is not None:
+            return None
+        outputs, inputs = w.shape
+        layout = Layout((inputs, outputs), (1, 0)) if transposed else None
+        added = bias.name if bias is not None and bias.rows == weight.rows else None
+        return Call(x, weight.name, added, (1, outputs, inputs), {}, weight.rows, layout)
 
-    def shape(self, call: Call) -> tuple[int, int, int]:
-        outputs, inputs = call.weight.shape
-        return 1, outputs, inputs
+    def broadcast(self, call: Call, output: torch.Size) -> Call | None:
+        return replace(call, input=call.input.expand(*output[:-1], -1)) if _same_width(call, output) else None
+
+    def bias_align(self, output: Tensor, weight: Tensor) -> tuple[int, ...] | None:
+        return (*[1] * (output.dim() - 1), output.shape[-1])
 
     def example_axes(self, call: Call, output: torch.Size) -> range:
         return range(len(output) - 1)
@@ -29,12 +45,13 @@ class Linear:
     def inputs(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Tensor:
         return axis.first(call.input, examples)[part].flatten(1, -2).unsqueeze(1)
 
-    def moments(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Moments:
-        return moments_of(self.inputs(call, axis, examples, part))
-
     def gradients(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
         return axis.first(g, examples, skip=1).flatten(2, -2).unsqueeze(2)
 
 
-def _bind(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call:
-    return Call(input, weight, bias, {})
+def _same_width(call: Call, output: torch.Size) -> bool:
+    return call.shape is not None and output[-1] == call.shape[1]
+
+
+def _bind(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    return input, weight, bias

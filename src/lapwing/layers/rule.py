@@ -2,22 +2,56 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from lapwing.views import Owner
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a weight reads as `[Q, O, I]`: seen in the shape `view`, its axes in `order`, then flattened."""
+
+    view: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def canonical(self, weight: Tensor, lead: int) -> Tensor:
+        """`[*lead, *size]` to `[*lead, p]`."""
+        axes = (*range(lead), *(lead + axis for axis in self.order))
+        return weight.reshape(*weight.shape[:lead], *self.view).permute(axes).flatten(lead)
+
+    def own(self, flat: Tensor) -> Tensor:
+        """The inverse of `canonical`, still in the shape `view`: `[*lead, p]` to `[*lead, *view]`."""
+        lead = flat.dim() - 1
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        values = flat.unflatten(-1, tuple(self.view[axis] for axis in self.order))
+        own: Tensor = values.permute(*range(lead), *(lead + axis for axis in inverse))
+        return own
+
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer's function, as its rule read it."""
+    """One use of a Bayesian weight, as its rule read it.
+
+    `shape` is (Q, O, I) of the use without the bias, or None where the weight has no Kronecker form. `rows` are
+    the rows of the parameter that this use reads, None for all; `layout` how they read as `[Q, O, I]`, None if in
+    their own order. `bias` is the name of the Bayesian bias added to the result.
+    """
 
     input: Tensor
-    weight: Tensor
-    bias: Tensor | None
+    weight: str
+    bias: str | None
+    shape: tuple[int, int, int] | None
     options: dict[str, Any]
+    rows: range | None = None
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -51,29 +85,73 @@ def moments_of(a: Tensor) -> Moments:
     return Moments(flat @ flat.mT, flat.sum(2), flat.shape[2])
 
 
-class Rule(Protocol):
-    """How calls of one kind of layer read in the canonical layout.
+@functools.cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, with their defaults."""
+    arguments = _signature(function).bind(*args, **kwargs)
+    arguments.apply_defaults()
+    return arguments.arguments
+
+
+class Rule(ABC):
+    """How calls of one kind of layer read. Functions of which one argument is a Bayesian weight.
 
     Q: groups that do not share weights, R: positions that share a weight, I inputs, O outputs.
     """
 
-    name: str
-    functions: tuple[Callable[..., Any], ...]
+    name: ClassVar[str]
+    functions: ClassVar[tuple[Callable[..., Any], ...]]
 
-    def read(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Bind the arguments of the call."""
+    @abstractmethod
+    def read(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, owner: Owner
+    ) -> Call | None:
+        """Bind the arguments of the call; None where no Bayesian weight enters it in a way that this rule reads."""
 
-    def shape(self, call: Call) -> tuple[int, int, int]:
-        """(Q, O, I) of the weight, the bias not counted."""
+    def prepare(self, call: Call) -> Call:
+        """Compute, once per batch, what the methods below need."""
+        return call
 
-    def example_axes(self, call: Call, output: torch.Size) -> range:
-        """The dimensions of the output that may hold the examples."""
+    def broadcast(self, call: Call, output: torch.Size) -> Call | None:
+        """The call as if it had computed its output for every entry of the larger shape `output`; None if it can't."""
+        return None
 
+    def arrange(self, call: Call, g: Tensor) -> Tensor:
+        """Put the dimensions of `[K, *output]` into the order in which `example_axes` counts them."""
+        return g
+
+    def bias_align(self, output: Tensor, weight: Tensor) -> tuple[int, ...] | None:
+        """The shape of the bias, the third argument, with a size for each dimension of the output; None without one."""
+        return None
+
+    @abstractmethod
+    def example_axes(self, call: Call, output: torch.Size) -> range | tuple[int, ...]:
+        """The dimensions of the (arranged) output that may hold the examples."""
+
+
+class PairRule(Rule):
+    """A rule for weights with a Kronecker form: `Σ_r g_r a_rᵀ`."""
+
+    @abstractmethod
     def inputs(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Tensor:
         """`a` of the examples in `part`: `[n, Q, R, I]`."""
 
-    def moments(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Moments:
-        """First and second moments of `a`, without `a` itself where there is a cheaper way."""
-
+    @abstractmethod
     def gradients(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
         """Gradients at the output `[K, *output]` as `g`: `[K, N, Q, R, O]`."""
+
+    def moments(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Moments:
+        """First and second moments of `a`, without `a` itself where there is a cheaper way."""
+        return moments_of(self.inputs(call, axis, examples, part))
+
+
+class RowRule(Rule):
+    """A rule for weights without a Kronecker form, whose per-example gradients are as cheap as they are small."""
+
+    @abstractmethod
+    def rows(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
+        """Per-example gradients of weight and bias side by side: `[K, N, p]` from `[K, *output]`."""

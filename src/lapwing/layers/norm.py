@@ -1,0 +1,108 @@
+"""Normalization layers: their affine parameters scale and shift what the statistics left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lapwing.layers.elementwise import Elementwise
+from lapwing.layers.rule import Call, bound
+from lapwing.views import Owner, View
+
+
+class FeatureNorm(Elementwise):
+    """Layer and root-mean-square norm: statistics of every position, a weight for every feature."""
+
+    name = "norm"
+    functions: ClassVar[tuple[Callable[..., Any], ...]] = (functional.layer_norm, functional.rms_norm)
+
+    def read(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, owner: Owner
+    ) -> Call | None:
+        given = bound(function, args, kwargs)
+        x, shape, eps = given["input"], list(given["normalized_shape"]), given["eps"]
+        align = (*[1] * (x.dim() - len(shape)), *shape)
+        options = {"standardize": lambda y: function(y, shape, eps=eps)}
+        return _affine(x, owner(given["weight"]), owner(given.get("bias")), align, options)
+
+    def prepare(self, call: Call) -> Call:
+        return replace(call, input=call.options["standardize"](call.input))
+
+
+class ChannelNorm(Elementwise):
+    """Batch norm with running statistics, group and instance norm: statistics of channels, a weight for each.
+
+    As they are constant over positions, the input is standardized after the sum over positions.
+    """
+
+    name = "norm"
+    functions: ClassVar[tuple[Callable[..., Any], ...]] = (
+        functional.batch_norm, functional.group_norm, functional.instance_norm,
+    )  # fmt: skip
+
+    def read(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, owner: Owner
+    ) -> Call | None:
+        given = bound(function, args, kwargs)
+        x, statistics = given["input"], _statistics(function, given)
+        if statistics is None or x.dim() < 2:
+            return None
+        align = (1, x.shape[1], *[1] * (x.dim() - 2))
+        return _affine(x, owner(given["weight"]), owner(given["bias"]), align, {"statistics": statistics})
+
+    def prepare(self, call: Call) -> Call:
+        if not call.options["scales"]:
+            return call
+        mean, variance, eps = call.options["statistics"](call.input)
+        return replace(call, options=call.options | {"mean": mean, "rstd": (variance + eps).rsqrt()})
+
+
+Statistics = Callable[[Tensor], tuple[Tensor, Tensor, float]]
+
+
+def _affine(
+    x: Tensor, weight: View | None, bias: View | None, align: tuple[int, ...], options: dict[str, Any]
+) -> Call | None:
+    """Weight and bias, or either alone."""
+    first = weight or bias
+    if first is None or any(view is not None and not view.plain for view in (weight, bias)):
+        return None
+    second = bias.name if weight is not None and bias is not None else None
+    options = options | {"align": align, "scales": weight is not None, "shifts": bias is not None}
+    return Call(x, first.name, second, None, options)
+
+
+def _statistics(function: Callable[..., Any], given: dict[str, Any]) -> Statistics | None:
+    """How to compute them; None for a batch norm without running statistics, which couples the examples."""
+    eps = given["eps"]
+    if function is functional.group_norm:
+        return _grouped(given["num_groups"], eps)
+    if function is functional.instance_norm and given["use_input_stats"]:
+        return _grouped(given["input"].shape[1], eps)
+    if given.get("training") or given["running_mean"] is None:
+        return None
+    return _running(given["running_mean"], given["running_var"], eps)
+
+
+def _running(mean: Tensor, variance: Tensor, eps: float) -> Statistics:
+    def statistics(x: Tensor) -> tuple[Tensor, Tensor, float]:
+        shape = (1, -1, *[1] * (x.dim() - 2))
+        return mean.to(x.dtype).view(shape), variance.to(x.dtype).view(shape), eps
+
+    return statistics
+
+
+def _grouped(groups: int, eps: float) -> Statistics:
+    def statistics(x: Tensor) -> tuple[Tensor, Tensor, float]:
+        grouped = x.unflatten(1, (groups, -1)).flatten(2)
+        variance, mean = torch.var_mean(grouped, dim=2, correction=0)  # [N, groups]
+        shape = (*x.shape[:2], *[1] * (x.dim() - 2))
+        each = x.shape[1] // groups
+        return mean.repeat_interleave(each, 1).view(shape), variance.repeat_interleave(each, 1).view(shape), eps
+
+    return statistics
