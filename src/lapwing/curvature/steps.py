@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,25 +24,13 @@ Activation = Any
 # By what autograd calls them. The views change the shape of an example only.
 _ELEMENTWISE = {
     "Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Pow", "Lerp", "Addcmul", "Where", "Maximum", "Minimum",
-    "Exp", "Expm1", "Log", "Log1p", "Sqrt", "Rsqrt", "Reciprocal", "Abs", "Sin", "Cos", "Erf",
+    "Exp", "Expm1", "Log", "Log1P", "Sqrt", "Rsqrt", "Reciprocal", "Abs", "Sin", "Cos", "Erf",
     "Tanh", "Sigmoid", "LogSigmoid", "Relu", "LeakyRelu", "PreluKernel", "RreluWithNoise", "Elu", "Celu", "Gelu",
     "Silu", "Mish", "Softplus", "Hardtanh", "Hardswish", "Hardsigmoid", "Hardshrink", "Softshrink", "Threshold",
-    "Clamp", "ClampMin", "ClampMax", "Clone", "ToCopy", "NativeDropout", "NativeBatchNorm",
+    "Clamp", "ClampMin", "ClampMax", "Clone", "ToCopy", "NativeBatchNorm",
     "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze",
 }  # fmt: skip
 _MATRIX_AT = {"Mm": 1, "Addmm": 2}  # which argument of a product is the matrix; the activation is the one before
-
-
-class Step(Protocol):
-    """How the curvature of one activation reaches those it was made of, averaged over the batch."""
-
-    inputs: tuple[Activation, ...]
-
-    def pull(self, i: int, block: Tensor) -> Tensor:
-        """`J_iᵀ B` for `B: [D, ·]`, with the mean of J_i over the batch."""
-
-    def pull_both(self, i: int, j: int, block: Tensor) -> Tensor:
-        """The mean of `J_iᵀ B J_j` over the batch for `B: [D, D]`."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +41,11 @@ class LinearStep:
     weight: Tensor
 
     def pull(self, i: int, block: Tensor) -> Tensor:
+        """`J_iᵀ B` for `B: [D_y, ·]`."""
         return self.weight @ block
 
     def pull_both(self, i: int, j: int, block: Tensor) -> Tensor:
+        """`J_iᵀ B J_j` for `B: [D_y, D_y]`."""
         return self.weight @ block @ self.weight.T
 
 
@@ -67,10 +57,15 @@ class ElementwiseStep:
     derivatives: tuple[Tensor, ...]
 
     def pull(self, i: int, block: Tensor) -> Tensor:
+        """`J_iᵀ B` for `B: [D, ·]`, with the mean of J_i over the batch."""
         return self.derivatives[i].mean(0).unsqueeze(1) * block
 
     def pull_both(self, i: int, j: int, block: Tensor) -> Tensor:
+        """The mean of `J_iᵀ B J_j` over the batch for `B: [D, D]`."""
         return self.derivatives[i].T @ self.derivatives[j] / len(self.derivatives[i]) * block
+
+
+Step = LinearStep | ElementwiseStep
 
 
 def walk_back(record: Record, layers: Mapping[Activation, str]) -> Iterator[tuple[Activation, Step]]:
@@ -119,7 +114,7 @@ def _read(record: Record, node: Activation, behind: Mapping[Activation, str | No
     if name not in _ELEMENTWISE or len({math.prod(shape) for shape in shapes}) > 1:
         raise refusal(f"the operation {_spoken(name)!r} past layer {layer!r}")
     if name == "NativeBatchNorm" and node._saved_training:
-        raise refusal(f"the batch norm without running statistics past layer {layer!r}, which couples examples")
+        raise refusal(f"the batch norm without running statistics past layer {layer!r}")
     return _elementwise(node, inputs, record)
 
 
@@ -145,6 +140,8 @@ def _operation(node: Activation) -> str:
 
 
 def _spoken(name: str) -> str:
+    if name in ("AsStrided", "CopySlices"):
+        return "in-place change of a view"
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removesuffix("Backward")).lower()
 
 
