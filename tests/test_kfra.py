@@ -488,7 +488,7 @@ def test_refused_by_name_with_the_ways_out(case: str) -> None:
     with pytest.raises(InputError, match="curvature='kfra' passes") as error:
         fit(model, data("classification", 5))
     assert culprit in str(error.value)
-    assert "curvature='ggn' (exact) or 'fisher'" in str(error.value)
+    assert "curvature='ggn' (exact), 'rademacher' or 'fisher'" in str(error.value)
 
 
 def test_batch_norm_without_running_statistics() -> None:
