@@ -148,5 +148,6 @@ def _spoken(name: str) -> str:
 def refusal(what: str) -> InputError:
     return InputError(
         "curvature='kfra' passes curvature back through linear layers, elementwise functions and sums of activations "
-        f"[N, D], not through {what}. Use curvature='ggn' (exact), 'rademacher' or 'fisher' (few backward passes, unbiased)."
+        f"[N, D], not through {what}. Use curvature='ggn' (exact), 'rademacher' or 'fisher' (few backward passes, "
+        "unbiased)."
     )
