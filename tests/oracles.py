@@ -91,6 +91,10 @@ def curvature(la: Laplace, batches: list[tuple[Any, Tensor]], generator: torch.G
         rows = packed_jacobian(la, x)
         if la.curvature_kind == "ggn":
             middle = output_hessians(la.likelihood, outputs, y)
+        elif la.curvature_kind == "rademacher":
+            draws = [la.likelihood.signed_columns(outputs, y, generator) for _ in range(la.fisher_samples)]
+            signed = torch.cat([draw.part(0, draw.count) for draw in draws]).flatten(2)
+            middle = torch.einsum("snc,snd->ncd", signed, signed) / la.fisher_samples
         elif la.curvature_kind == "fisher":
             drawn = la.likelihood.sampled_gradients(outputs, y, la.fisher_samples, generator).flatten(2)
             middle = torch.einsum("snc,snd->ncd", drawn, drawn) / la.fisher_samples

@@ -74,7 +74,7 @@ BROKEN = [(torch.randn(6, 3), torch.randint(3, (6,))), (torch.full((6, 3), float
 
 
 @pytest.mark.parametrize("structure", ["diag", "kron", "ekfac", "block", "full"])
-@pytest.mark.parametrize("curvature", ["ggn", "fisher", "empirical"])
+@pytest.mark.parametrize("curvature", ["ggn", "rademacher", "fisher", "empirical"])
 def test_public_calls_leave_the_model_alone(model: nn.Module, structure: str, curvature: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     la = Laplace(model, "classification", structure, curvature, progress=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,3 +39,28 @@ def diagonal(entries: Tensor) -> Columns:
 def identity(outputs: Tensor) -> Columns:
     """The unit vectors of output space, for the rows of the Jacobian."""
     return diagonal(torch.ones_like(outputs.detach()))
+
+
+def random_signs(shape: Sequence[int], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """−1 or 1 with equal probability, independently: `[*shape]`, as int8 on the device of `like`."""
+    drawn = torch.randint(2, tuple(shape), generator=generator, dtype=torch.int8, device=like.device)
+    return 2 * drawn - 1
+
+
+def signed(entries: Tensor, generator: torch.Generator | None) -> Columns:
+    """One column, the sum of those of `diagonal(entries)` with random signs: outer products have the same mean."""
+    return given((entries * random_signs(entries.shape, entries, generator)).unsqueeze(0))
+
+
+def averaged(draws: Sequence[Columns]) -> Columns:
+    """All columns of several draws, over √S: their outer products are the mean of those of the S draws."""
+    size = draws[0].count
+
+    def part(start: int, stop: int) -> Tensor:
+        pieces = [
+            draws[i].part(max(start - i * size, 0), min(stop - i * size, size))
+            for i in range(start // size, (stop - 1) // size + 1)
+        ]
+        return torch.cat(pieces) / math.sqrt(len(draws))
+
+    return Columns(len(draws) * size, part)

@@ -16,6 +16,7 @@ from lapwing import evidence, io, likelihoods, priors
 from lapwing.batches import Inputs, ReadOutput, Unpack, peek
 from lapwing.curvature import DENSE, KINDS, STRUCTURES, Curvature, StructureOptions
 from lapwing.curvature.fit import Fit
+from lapwing.curvature.kfra import RESIDUAL
 from lapwing.errors import InputError, NotFittedError, choose, positive
 from lapwing.fitted import Fitted
 from lapwing.guard import borrowed, random_state_kept
@@ -42,7 +43,8 @@ class Laplace:
         model: any trained `nn.Module`. It comes back from every call exactly as it was.
         likelihood: "classification", "regression", "binary", or an instance such as `Gaussian(noise=0.1)`.
         structure: "diag", "kron", "ekfac", "block" (dense per layer) or "full".
-        curvature: "ggn" (exact), "fisher" (Monte Carlo), "empirical", or "hessian" (dense structures).
+        curvature: "ggn" (exact), "rademacher" (random signs), "fisher" (Monte Carlo), "empirical", "kfra" (means
+            passed back; structure "kron") or "hessian" (dense structures).
         weights: "all", "last_layer", a glob, or a list of names and globs. Frozen parameters
             (`requires_grad=False`) are never Bayesian.
         prior: prior precision λ: a number, `{glob: number}`, `GaussianPrior` or `FactoredDamping`.
@@ -50,7 +52,9 @@ class Laplace:
             temperature is the reciprocal.)
         tempered: "likelihood", or "both" to temper the prior as well.
         kron: "expand" or "reduce", for layers that share a weight between positions.
-        fisher_samples: draws per example of the Monte Carlo Fisher.
+        kfra_residual: for curvature "kfra", "cross" keeps the terms between branches that meet, "sum" adds the
+            branches' matrices without them.
+        fisher_samples: draws per example of "fisher" and "rademacher".
         unpack: `fn(batch) -> (args, kwargs, target)` for batches that are neither `(x, ..., y)` nor a
             mapping with "labels".
         output: `fn(returned) -> tensor [N, ...]` for models that return neither a tensor nor `.logits`.
@@ -82,6 +86,7 @@ class Laplace:
         *,
         tempered: str = "likelihood",
         kron: str = "expand",
+        kfra_residual: str = "cross",
         fisher_samples: int = 1,
         unpack: Unpack | None = None,
         output: ReadOutput | None = None,
@@ -97,9 +102,12 @@ class Laplace:
         self.curvature_kind = choose(curvature, KINDS, "curvature")
         if curvature == "hessian" and structure not in DENSE:
             raise InputError(f"curvature='hessian' needs a dense structure: 'block' or 'full', not {structure!r}.")
+        if curvature == "kfra" and structure != "kron":
+            raise InputError(f"curvature='kfra' makes Kronecker factors: it needs structure='kron', not {structure!r}.")
         self.weights = weights if isinstance(weights, str) else tuple(weights)
         select(self.model, self.weights)
         self.kron = choose(kron, ("expand", "reduce"), "kron")
+        self.kfra_residual = choose(kfra_residual, RESIDUAL, "kfra_residual")
         for name, value in (
             ("fisher_samples", fisher_samples),
             ("memory_budget", memory_budget),
@@ -159,7 +167,7 @@ class Laplace:
             loader: yields `(x, y)`, `(x1, ..., y)` or mappings with "labels".
             passes: average this many passes, for data that are augmented at random: N, `Σ log p` and
                 squared errors stay those of one data set.
-            generator: for the Monte Carlo Fisher. torch's global random state is left as it was found.
+            generator: for curvatures "fisher" and "rademacher". torch's global random state is left as it was found.
         """
         if passes < 1:
             raise InputError(f"passes must be at least 1, got {passes}.")
@@ -175,7 +183,7 @@ class Laplace:
                 tape = self._tape(chosen)
                 curvature = Fit(
                     self.structure, self.curvature_kind, self.likelihood, self._options(), self.fisher_samples,
-                    self.max_columns, self.unpack, self.progress,
+                    self.max_columns, self.unpack, self.progress, self.kfra_residual,
                 ).run(tape, loader, passes, generator)  # fmt: skip
         fitted = copy.copy(self)
         fitted._fitted = Fitted(tape, Spectrum(curvature))

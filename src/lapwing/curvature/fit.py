@@ -15,7 +15,8 @@ from lapwing.curvature.blocks import Block, deliver
 from lapwing.curvature.curvature import Curvature
 from lapwing.curvature.diagonal import DiagonalAccumulator
 from lapwing.curvature.hessian import add_hessian
-from lapwing.curvature.kinds import columns
+from lapwing.curvature.kfra import add_kfra
+from lapwing.curvature.kinds import check_count, columns
 from lapwing.curvature.kronecker import KroneckerAccumulator
 from lapwing.curvature.structures import StructureOptions, arrange, build, group
 from lapwing.curvature.tied import TiedAccumulator
@@ -27,7 +28,7 @@ from lapwing.tape import Record, Tape
 
 @dataclass(frozen=True)
 class Fit:
-    """What to accumulate. `max_columns` bounds the backward passes per batch of the exact GGN."""
+    """What to accumulate. `max_columns` bounds the backward passes per batch."""
 
     structure: str
     kind: str
@@ -37,6 +38,7 @@ class Fit:
     max_columns: int = 10_000
     unpack: Unpack | None = None
     progress: bool = True
+    kfra_residual: str = "cross"
 
     def run(self, tape: Tape, loader: Iterable[Any], passes: int, generator: torch.Generator | None) -> Curvature:
         """Accumulate over `passes` passes of the loader; sums are those of one."""
@@ -97,13 +99,12 @@ class Fit:
                 inputs = record.layer_inputs(block.layers[0])
                 if inputs is not None:
                     block.accumulator.observe(inputs)
+        if self.kind == "kfra":
+            blocks = add_kfra(record, self.likelihood, targets, blocks, self.kfra_residual)
+            if not blocks:
+                return
         vectors = columns(self.kind, self.likelihood, record.outputs, targets, self.samples, generator)
-        if vectors.count > self.max_columns:
-            raise InputError(
-                f"curvature={self.kind!r} for outputs of shape {list(record.outputs.shape)} takes {vectors.count} "
-                f"backward passes per batch, more than max_columns={self.max_columns}. Use curvature='fisher' or "
-                "'empirical', or raise max_columns."
-            )
+        check_count(self.kind, vectors.count, record.outputs, self.max_columns)
         deliver(record, vectors, blocks, lambda block, gradients: block.accumulator.update(gradients))
 
     def _second_phase(

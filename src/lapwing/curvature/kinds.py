@@ -1,4 +1,4 @@
-"""Which vectors to backpropagate: what distinguishes GGN, Fisher and empirical Fisher."""
+"""Which vectors to backpropagate: what distinguishes GGN, its estimates, and the empirical Fisher."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from lapwing.columns import Columns, given
+from lapwing.columns import Columns, averaged, given
+from lapwing.errors import InputError
 from lapwing.likelihoods import Likelihood
 
-KINDS = ("ggn", "fisher", "empirical", "hessian")
+KINDS = ("ggn", "rademacher", "fisher", "empirical", "kfra", "hessian")
 
 
 def columns(
@@ -23,12 +24,32 @@ def columns(
 ) -> Columns:
     """Columns `S_n` whose outer products `Σ_k S_nk S_nkᵀ` are (on average) the curvature in f."""
     outputs = outputs.detach()
-    if kind == "ggn":
+    if kind in ("ggn", "kfra"):
         return likelihood.hessian_columns(outputs, targets)
+    if kind == "rademacher":
+        return averaged([likelihood.signed_columns(outputs, targets, generator) for _ in range(samples)])
     if kind == "fisher":
         gradients = likelihood.sampled_gradients(outputs, targets, samples, generator)
         return given(gradients / math.sqrt(samples))
     return given(output_gradient(likelihood, outputs, targets).unsqueeze(0))
+
+
+def check_count(kind: str, count: int, outputs: Tensor, limit: int) -> None:
+    """Raise, and name the ways out, where a batch would take more than `limit` backward passes."""
+    if count <= max(limit, 1):
+        return
+    cheaper = {
+        "ggn": "curvature='rademacher' (random signs, unbiased), 'fisher' (sampled labels, unbiased) or 'empirical' "
+        "(true labels, biased), set rank_tolerance to drop columns that add little",
+        "kfra": "curvature='rademacher', 'fisher' or 'empirical'; or make only linear layers Bayesian (weights=...), "
+        "as the others take exact columns",
+        "rademacher": "curvature='fisher' or 'empirical', lower fisher_samples",
+        "fisher": "curvature='empirical', lower fisher_samples",
+    }[kind]
+    raise InputError(
+        f"curvature={kind!r} for outputs of shape {list(outputs.shape)} takes {count} backward passes per batch, more "
+        f"than max_columns={limit}. Use {cheaper}, or raise max_columns."
+    )
 
 
 def output_gradient(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -137,6 +137,11 @@ class KroneckerAccumulator:
         else:
             self.inputs[0].addmm_(g.T, g)
 
+    def add_output_factor(self, factor: Tensor) -> None:
+        """Add to the output side a matrix `[O, O]` that was not made of gradients, of whatever rank."""
+        self.outputs += factor if self.outputs.dim() == 3 else factor.diagonal()
+        self.terms = (self.terms[0], self.terms[1] + factor.shape[0])
+
     def merge(self, other: Self) -> Self:
         if self.reduce != other.reduce:
             raise InputError("A kron='expand' and a kron='reduce' curvature do not merge.")

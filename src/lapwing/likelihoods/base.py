@@ -94,6 +94,13 @@ class Likelihood(Protocol):
     def hessian_columns(self, outputs: Tensor, targets: Tensor) -> Columns:
         """`S_n` with `S_n S_nᵀ = Λ_n = −∇²_f log p(y_n|f_n)`, exactly."""
 
+    def signed_columns(self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> Columns:
+        """Fewer columns `s_nk` with `E[Σ_k s_nk s_nkᵀ] = Λ_n`: sums with random signs of exact ones.
+
+        One column where every position of the output has one or the output is a single position; else one for
+        each column of a position, summed over the positions, whose cross terms vanish on average.
+        """
+
     def sampled_gradients(
         self, outputs: Tensor, targets: Tensor, samples: int, generator: torch.Generator | None
     ) -> Tensor:

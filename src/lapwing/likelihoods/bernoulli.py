@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lapwing.columns import Columns, diagonal
+from lapwing.columns import Columns, diagonal, signed
 from lapwing.errors import InputError
 from lapwing.likelihoods.base import GaussianOutputs, Statistics, check_finite, check_same_shape
 from lapwing.predictive.links import bernoulli_link
@@ -42,7 +42,14 @@ class Bernoulli:
         return terms.flatten(1).sum(1) if terms.dim() > 1 else terms
 
     def hessian_columns(self, outputs: Tensor, targets: Tensor) -> Columns:
-        return diagonal((torch.sigmoid(outputs) * torch.sigmoid(-outputs)).sqrt())
+        return diagonal(self._root(outputs))
+
+    def signed_columns(self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> Columns:
+        return signed(self._root(outputs), generator)
+
+    def _root(self, outputs: Tensor) -> Tensor:
+        """The diagonal of `Λ_n^{1/2}`: `[N, *output]`."""
+        return (torch.sigmoid(outputs) * torch.sigmoid(-outputs)).sqrt()
 
     def sampled_gradients(
         self, outputs: Tensor, targets: Tensor, samples: int, generator: torch.Generator | None

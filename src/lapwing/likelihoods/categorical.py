@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lapwing.columns import Columns
+from lapwing.columns import Columns, given, random_signs
 from lapwing.errors import InputError
 from lapwing.likelihoods.base import GaussianOutputs, Statistics, check_finite
 from lapwing.predictive.links import categorical_link
@@ -108,6 +109,19 @@ class Categorical:
         """
         logits = self._positions(outputs)
         examples, positions, classes = logits.shape
+        column = self._root(logits, targets)
+
+        def part(start: int, stop: int) -> Tensor:
+            columns = logits.new_zeros(stop - start, examples, positions, classes)
+            for k in range(start, stop):
+                position, j = divmod(k, classes - 1)
+                columns[k - start, :, position] = column(j)[:, position]
+            return self._outputs(columns, outputs)
+
+        return Columns(positions * (classes - 1), part)
+
+    def _root(self, logits: Tensor, targets: Tensor) -> Callable[[int], Tensor]:
+        """Column j of every position's own root, of logits `[N, E, C]`: `j -> [N, E, C]`."""
         log_p = logits.log_softmax(-1)
         log_q = log_p.flip(-1).logcumsumexp(-1).flip(-1)
         observed = self._observed(targets).to(logits.dtype).unsqueeze(-1)
@@ -119,14 +133,23 @@ class Categorical:
             size = (0.5 * (log_p[..., j] + log_q[..., j + 1] - log_q[..., j])).exp()
             return values * size.unsqueeze(-1) * observed
 
-        def part(start: int, stop: int) -> Tensor:
-            columns = logits.new_zeros(stop - start, examples, positions, classes)
-            for k in range(start, stop):
-                position, j = divmod(k, classes - 1)
-                columns[k - start, :, position] = column(j)[:, position]
-            return self._outputs(columns, outputs)
+        return column
 
-        return Columns(positions * (classes - 1), part)
+    def signed_columns(self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> Columns:
+        """One position: one column, `(diag(√p) − p√pᵀ) ε`. Several: C − 1, the j-th `Σ_e ± S_ej` over positions e."""
+        logits = self._positions(outputs)
+        if logits.shape[1] == 1:
+            signs = random_signs(logits.shape, logits, generator)
+            column = _signed_root(logits.log_softmax(-1), signs) * self._observed(targets).unsqueeze(-1)
+            return given(self._outputs(column.unsqueeze(0), outputs))
+        signs = random_signs((*logits.shape[:2], logits.shape[2] - 1), logits, generator)
+        root = self._root(logits, targets)
+
+        def part(start: int, stop: int) -> Tensor:
+            columns = [root(j) * signs[..., j].unsqueeze(-1) for j in range(start, stop)]
+            return self._outputs(torch.stack(columns), outputs)
+
+        return Columns(signs.shape[2], part)
 
     def sampled_gradients(
         self, outputs: Tensor, targets: Tensor, samples: int, generator: torch.Generator | None
@@ -149,3 +172,17 @@ class Categorical:
 
     def config(self) -> dict[str, Any]:
         return {"name": self.name, "dim": self.dim, "ignore_index": self.ignore_index}
+
+
+def _signed_root(log_p: Tensor, signs: Tensor) -> Tensor:
+    """`√p ∘ ε − p (√p · ε)` along the last dimension, whose outer product has the mean `diag(p) − ppᵀ`.
+
+    At the most likely class, where p may be 1 up to rounding, it is `√p ε (1 − p) − p Σ_others √p ε` with 1 − p as
+    a sum over the others, so that nothing cancels.
+    """
+    p, terms = log_p.exp(), (0.5 * log_p).exp() * signs
+    top = log_p.argmax(-1, keepdim=True)
+    top_p, top_term = p.gather(-1, top), terms.gather(-1, top)
+    others = terms.scatter(-1, top, 0.0).sum(-1, keepdim=True)
+    complement = p.scatter(-1, top, 0.0).sum(-1, keepdim=True)
+    return (terms - p * (top_term + others)).scatter(-1, top, top_term * complement - top_p * others)

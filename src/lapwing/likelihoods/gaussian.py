@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.columns import Columns, diagonal
+from lapwing.columns import Columns, diagonal, signed
 from lapwing.errors import InputError, choose, positive
 from lapwing.likelihoods.base import GaussianOutputs, Statistics, check_finite, check_same_shape
 from lapwing.predictive.prediction import RegressionPrediction
@@ -80,6 +80,9 @@ class Gaussian:
 
     def hessian_columns(self, outputs: Tensor, targets: Tensor) -> Columns:
         return diagonal(self._ratios(outputs).rsqrt().expand_as(outputs))
+
+    def signed_columns(self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> Columns:
+        return signed(self._ratios(outputs).rsqrt().expand_as(outputs), generator)
 
     def sampled_gradients(
         self, outputs: Tensor, targets: Tensor, samples: int, generator: torch.Generator | None
