@@ -26,6 +26,7 @@ from lapwing.curvature.kronecker import KroneckerAccumulator
 from lapwing.curvature.steps import Activation, Step, refusal, walk_back
 from lapwing.errors import InputError
 from lapwing.layers.linear import Linear
+from lapwing.layers.product import Product
 from lapwing.likelihoods import Likelihood
 from lapwing.tape import Record
 
@@ -60,7 +61,7 @@ def add_kfra(
 def _outputs_of(record: Record, block: Block) -> list[Activation]:
     uses = [record.uses[i] for i in record.uses_of(block.layers[0])]
     for use in uses:
-        if not isinstance(use.rule, Linear):
+        if not isinstance(use.rule, Linear | Product) or use.call.rows is not None:
             raise refusal(f"the {use.rule.name} {block.name!r}")
         if len(use.output) != 2 or use.output[0] != record.examples:
             raise refusal(f"the layer {block.name!r} with outputs of shape {list(use.output)}")
