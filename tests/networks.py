@@ -236,8 +236,7 @@ class Tokens(nn.Module):
         length = tokens.shape[1]
         hidden = self.words(tokens) + self.positions(torch.arange(length).unsqueeze(0))
         offsets = torch.arange(len(tokens) + 1) * length
-        weights = torch.linspace(0.5, 1, tokens.numel(), dtype=hidden.dtype)
-        weights = weights.view(tokens.shape)[:1].expand(tokens.shape).flatten()
+        weights = torch.linspace(0.5, 1, length, dtype=hidden.dtype).repeat(len(tokens))
         ragged = self.ragged(tokens.flatten(), offsets, per_sample_weights=weights)
         return self.head(torch.cat([torch.tanh(hidden).sum(1), torch.tanh(self.mean(tokens)), torch.tanh(ragged)], 1))
 

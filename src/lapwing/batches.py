@@ -78,6 +78,10 @@ class SplitInputs:
         args, kwargs = tree_unflatten(leaves, self.spec)
         return Inputs(args, kwargs)
 
+    def pick(self, examples: Tensor) -> Inputs:
+        """The inputs of the examples with these indices, `[M]`."""
+        return self.join([leaf[examples.to(leaf.device)] for leaf in self.examples()])
+
     def part(self, start: int, stop: int) -> Inputs:
         """The inputs of examples `start` to `stop`."""
         return self.join([leaf[start:stop] for leaf in self.examples()])

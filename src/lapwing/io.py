@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lapwing import likelihoods
 from lapwing.batches import ReadOutput, Unpack
 from lapwing.curvature import Block, Curvature
+from lapwing.curvature.curvature import Traces
 from lapwing.curvature.structures import build, group
 from lapwing.errors import FileError
 from lapwing.fitted import Fitted
@@ -56,9 +57,10 @@ def save(la: Laplace, path: Path) -> None:
         "options": {
             "kron": la.kron, "fisher_samples": la.fisher_samples, "memory_budget": la.memory_budget,
             "max_dense": la.max_dense, "max_factor": la.max_factor, "max_columns": la.max_columns,
-            "kfra_residual": la.kfra_residual,
+            "kfra_residual": la.kfra_residual, "rank_tolerance": la.rank_tolerance,
         },
         "layers": [_layer_header(layer) for block in curvature.blocks for layer in block.layers],
+        "traces": [curvature.traces.dropped, curvature.traces.total],
         "kinds": [block.accumulator.kind for block in curvature.blocks],
         "statistics": {
             "examples": curvature.statistics.examples,
@@ -120,7 +122,9 @@ def load(
         blocks.append(Block(members, accumulator))
     statistics = Statistics(**header["statistics"], errors=tensors.get("errors"))
     gradient = {name: tensors[f"gradient/{name}"].to(device) for name in parameters}
-    curvature = Curvature(la.structure, la.curvature_kind, tuple(blocks), statistics, gradient)
+    curvature = Curvature(
+        la.structure, la.curvature_kind, tuple(blocks), statistics, gradient, Traces(*header["traces"])
+    )
     la._fitted = Fitted(tape, Spectrum(curvature))
     return la
 

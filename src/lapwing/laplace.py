@@ -55,6 +55,9 @@ class Laplace:
         kfra_residual: for curvature "kfra", "cross" keeps the terms between branches that meet, "sum" adds the
             branches' matrices without them.
         fisher_samples: draws per example of "fisher" and "rademacher".
+        rank_tolerance: fraction of the GGN's trace (in output space, batch by batch) that may be dropped for speed: the
+            smallest (example, column) pairs go first. What was dropped is in `la.curvature.dropped` and `la.summary()`.
+            0 is exact; 1e-3 suits trained classifiers.
         unpack: `fn(batch) -> (args, kwargs, target)` for batches that are neither `(x, ..., y)` nor a
             mapping with "labels".
         output: `fn(returned) -> tensor [N, ...]` for models that return neither a tensor nor `.logits`.
@@ -88,6 +91,7 @@ class Laplace:
         kron: str = "expand",
         kfra_residual: str = "cross",
         fisher_samples: int = 1,
+        rank_tolerance: float = 0.0,
         unpack: Unpack | None = None,
         output: ReadOutput | None = None,
         memory_budget: int = 2**30,
@@ -114,6 +118,11 @@ class Laplace:
             ("max_columns", max_columns),
         ):
             positive(value, name)
+        if not 0 <= rank_tolerance < 1:
+            raise InputError(f"rank_tolerance must be at least 0 and below 1, got {rank_tolerance}.")
+        if rank_tolerance > 0 and curvature != "ggn":
+            raise InputError(f"rank_tolerance belongs to curvature='ggn', not {curvature!r}: leave it at 0.")
+        self.rank_tolerance = rank_tolerance
         if min(max_dense, max_factor) < 0:
             raise InputError(f"max_dense and max_factor must not be negative, got {max_dense} and {max_factor}.")
         self.fisher_samples, self.max_columns, self.progress = fisher_samples, max_columns, progress
@@ -183,7 +192,7 @@ class Laplace:
                 tape = self._tape(chosen)
                 curvature = Fit(
                     self.structure, self.curvature_kind, self.likelihood, self._options(), self.fisher_samples,
-                    self.max_columns, self.unpack, self.progress, self.kfra_residual,
+                    self.max_columns, self.unpack, self.progress, self.kfra_residual, self.rank_tolerance,
                 ).run(tape, loader, passes, generator)  # fmt: skip
         fitted = copy.copy(self)
         fitted._fitted = Fitted(tape, Spectrum(curvature))

@@ -21,9 +21,10 @@ def summarize(tape: Tape, posterior: Posterior) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     curvature = posterior.spectrum.curvature
     lines.insert(1, "  ".join("-" * width for width in widths))
+    dropped = f" (without {100 * curvature.dropped:.2g} % of its trace)" if curvature.dropped else ""
     lines.append(
         f"{curvature.size:,} Bayesian parameters, {curvature.examples:g} examples, structure {curvature.structure}, "
-        f"curvature {curvature.kind}, temperature {float(posterior.temperature):g} (multiplies the likelihood)"
+        f"curvature {curvature.kind}{dropped}, temperature {float(posterior.temperature):g} (multiplies the likelihood)"
     )
     return "\n".join(lines)
 

@@ -143,6 +143,18 @@ class Record:
             self._graph = walk(self.outputs, [use.edge for use in self.uses])
         return self._graph
 
+    def of(self, examples: Tensor) -> Record:
+        """A pass over some examples of this one, each as often as it is named: `[M]` indices."""
+        record = self.tape.record(self.inputs.split(self.examples).pick(examples), self.create_graph)
+        expected = self.outputs.detach()[examples]
+        tolerance = 10 * torch.finfo(expected.dtype).eps ** 0.5 * self.outputs.detach().abs().amax()
+        if record.outputs.shape != expected.shape or bool(((record.outputs - expected).abs() > tolerance).any()):
+            raise InputError(
+                "Some examples of a batch on their own give other outputs than within it, so it cannot be made smaller: "
+                "an input without example axis is as long as the batch, or examples interact. Use rank_tolerance=0."
+            )
+        return record
+
     def uses_of(self, layer: Layer) -> list[int]:
         """The uses of a layer's weight that the outputs depend on."""
         first = layer.parameters[0]

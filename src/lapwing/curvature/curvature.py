@@ -13,6 +13,22 @@ from lapwing.likelihoods import Statistics
 
 
 @dataclass(frozen=True)
+class Traces:
+    """What `rank_tolerance` left out of `Σ_n tr Λ_n`, and the whole of it."""
+
+    dropped: float = 0.0
+    total: float = 0.0
+
+    def __add__(self, other: Traces) -> Traces:
+        return Traces(self.dropped + other.dropped, self.total + other.total)
+
+    @property
+    def fraction(self) -> float:
+        """The fraction dropped; 0 where nothing was."""
+        return self.dropped / self.total if self.total else 0.0
+
+
+@dataclass(frozen=True)
 class Curvature:
     """H block by block, with the other sums over the same data.
 
@@ -24,6 +40,12 @@ class Curvature:
     blocks: tuple[Block, ...]
     statistics: Statistics
     gradient: dict[str, Tensor]
+    traces: Traces = Traces()
+
+    @property
+    def dropped(self) -> float:
+        """The fraction of the trace in output space that `rank_tolerance` left out."""
+        return self.traces.fraction
 
     @property
     def examples(self) -> float:
@@ -59,7 +81,13 @@ class Curvature:
             for left, right in zip(self.blocks, other.blocks, strict=True)
         )
         gradient = {name: value + other.gradient[name] for name, value in self.gradient.items()}
-        return replace(self, blocks=blocks, statistics=self.statistics + other.statistics, gradient=gradient)
+        return replace(
+            self,
+            blocks=blocks,
+            statistics=self.statistics + other.statistics,
+            gradient=gradient,
+            traces=self.traces + other.traces,
+        )
 
     def scale(self, factor: float) -> Curvature:
         """All sums times a factor: 1/M turns M passes over a data set into their average."""

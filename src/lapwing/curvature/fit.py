@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from lapwing.batches import Unpack, unpack
+from lapwing.columns import Columns
 from lapwing.curvature.accumulator import sum_dtype
 from lapwing.curvature.blocks import Block, deliver
-from lapwing.curvature.curvature import Curvature
+from lapwing.curvature.compaction import as_columns, rank
+from lapwing.curvature.curvature import Curvature, Traces
 from lapwing.curvature.diagonal import DiagonalAccumulator
 from lapwing.curvature.hessian import add_hessian
 from lapwing.curvature.kfra import add_kfra
@@ -21,6 +23,7 @@ from lapwing.curvature.kronecker import KroneckerAccumulator
 from lapwing.curvature.structures import StructureOptions, arrange, build, group
 from lapwing.curvature.tied import TiedAccumulator
 from lapwing.errors import InputError
+from lapwing.gradients import Gradients
 from lapwing.likelihoods import Likelihood, Statistics
 from lapwing.progress import bar
 from lapwing.tape import Record, Tape
@@ -39,6 +42,7 @@ class Fit:
     unpack: Unpack | None = None
     progress: bool = True
     kfra_residual: str = "cross"
+    rank_tolerance: float = 0.0
 
     def run(self, tape: Tape, loader: Iterable[Any], passes: int, generator: torch.Generator | None) -> Curvature:
         """Accumulate over `passes` passes of the loader; sums are those of one."""
@@ -47,7 +51,7 @@ class Fit:
                 "This fit reads the data more than once (structure='ekfac' or passes > 1), but the loader is an "
                 "iterator that can be read only once. Pass a DataLoader or a list of batches."
             )
-        statistics, gradient, blocks = Statistics(), dict[str, Tensor](), tuple[Block, ...]()
+        statistics, gradient, blocks, traces = Statistics(), dict[str, Tensor](), tuple[Block, ...](), Traces()
         for record, targets in self._batches(tape, loader, passes, f"fit {self.structure}"):
             if not blocks:
                 blocks = self._blocks(tape)
@@ -55,12 +59,12 @@ class Fit:
             slope = record.gradient(self.likelihood.log_prob(record.outputs, targets).sum())
             slope = {name: value.to(sum_dtype(value.dtype)) for name, value in slope.items()}
             gradient = {name: value + gradient[name] if gradient else value for name, value in slope.items()}
-            self._add(record, targets, blocks, generator)
+            traces += self._add(record, targets, blocks, generator)
         if not blocks:
             raise InputError("The loader is empty: it yielded no batch, so there is nothing to fit.")
         if self.structure == "ekfac":
             blocks = self._second_phase(tape, loader, passes, blocks, generator)
-        return Curvature(self.structure, self.kind, blocks, statistics, gradient).scale(1 / passes)
+        return Curvature(self.structure, self.kind, blocks, statistics, gradient, traces).scale(1 / passes)
 
     def _blocks(self, tape: Tape) -> tuple[Block, ...]:
         assert tape.layers is not None
@@ -90,10 +94,11 @@ class Fit:
 
     def _add(
         self, record: Record, targets: Tensor, blocks: tuple[Block, ...], generator: torch.Generator | None
-    ) -> None:
+    ) -> Traces:
+        """Add a batch to the blocks; returns what was dropped of it."""
         if self.kind == "hessian":
             add_hessian(record, self.likelihood, targets, blocks)
-            return
+            return Traces()
         for block in blocks:
             if len(block.layers) == 1:
                 inputs = record.layer_inputs(block.layers[0])
@@ -102,10 +107,27 @@ class Fit:
         if self.kind == "kfra":
             blocks = add_kfra(record, self.likelihood, targets, blocks, self.kfra_residual)
             if not blocks:
-                return
+                return Traces()
         vectors = columns(self.kind, self.likelihood, record.outputs, targets, self.samples, generator)
         check_count(self.kind, vectors.count, record.outputs, self.max_columns)
-        deliver(record, vectors, blocks, lambda block, gradients: block.accumulator.update(gradients))
+        size = vectors.count * record.outputs.numel() * 8
+        if self.kind == "ggn" and self.rank_tolerance > 0 and 4 * size <= self.options.budget:
+            return self._add_ranked(record, vectors, blocks)
+        deliver(record, vectors, blocks, _update)
+        return Traces()
+
+    def _add_ranked(self, record: Record, vectors: Columns, blocks: tuple[Block, ...]) -> Traces:
+        """The largest columns on the batch as it is, what is left of them on a batch of their examples alone."""
+        ranked = rank(vectors, self.rank_tolerance)
+        whole = ranked.whole_batches()
+        if whole:
+            deliver(record, as_columns(ranked.columns[:whole], record.outputs), blocks, _update)
+        examples, left = ranked.left_over(whole)
+        for start in range(0, len(examples), record.examples):
+            part = slice(start, start + record.examples)
+            compacted = record.of(examples[part])
+            deliver(compacted, as_columns(left[part].unsqueeze(0), compacted.outputs), blocks, _update)
+        return Traces(ranked.dropped, ranked.total)
 
     def _second_phase(
         self,
@@ -126,6 +148,10 @@ class Fit:
         for record, targets in self._batches(tape, loader, passes, "fit ekfac, second pass"):
             self._add(record, targets, targets_of, generator)
         return refined
+
+
+def _update(block: Block, gradients: Gradients) -> None:
+    block.accumulator.update(gradients)
 
 
 def _eigen(factors: KroneckerAccumulator | TiedAccumulator, budget: int) -> DiagonalAccumulator:

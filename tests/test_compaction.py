@@ -1,0 +1,130 @@
+"""`rank_tolerance`: which pairs are kept, that they are enough, and that no more is computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lapwing import Laplace
+from lapwing.tape import Tape
+from tests import networks, oracles
+
+NETWORKS = ["mlp", "cnn", "grouped-cnn", "attention", "tokens", "tied-embedding", "gru", "norms", "cross-attention"]
+
+
+def confident(network: str) -> nn.Module:
+    """A network whose last layer is scaled, so that examples differ in how sure it is of them."""
+    model = networks.make(network)
+    with torch.no_grad():
+        list(model.parameters())[-1].mul_(4)
+        for name, parameter in model.named_parameters():
+            if name.startswith(("head", "2.")):
+                parameter.mul_(4)
+    return model
+
+
+def brute_force(la: Laplace, x: Tensor, y: Tensor, tolerance: float) -> tuple[Tensor, float]:
+    """H of the kept pairs, and the fraction dropped."""
+    outputs = oracles.evaluate(la.model, x)
+    values, vectors = torch.linalg.eigh(oracles.output_hessians(la.likelihood, outputs, y))
+    pairs = sorted(
+        (float(values[n, k].clamp(min=0)), n, k) for n in range(values.shape[0]) for k in range(values.shape[1])
+    )
+    total = sum(size for size, _, _ in pairs)
+    dropped = 0.0
+    while dropped + pairs[0][0] <= tolerance * total:
+        dropped += pairs.pop(0)[0]
+    jacobian = oracles.packed_jacobian(la, x)
+    rows = torch.stack([size**0.5 * vectors[n, :, k] @ jacobian[n] for size, n, k in pairs])
+    return rows.T @ rows, dropped / total
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("tolerance", [1e-3, 0.05, 0.5])
+def test_keeps_the_largest_pairs_of_each_batch(network: str, tolerance: float) -> None:
+    model = confident(network)
+    data = networks.batches(networks.inputs(network, 9), networks.targets("classification", 9), 6, 3)
+    la = Laplace(model, "classification", "full", rank_tolerance=tolerance, progress=False).fit(data)
+    parts = [brute_force(la, x, y, tolerance) for x, y in data]
+    expected = torch.stack([part for part, _ in parts]).sum(0)
+    found = la.curvature.blocks[0].accumulator.matrix()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
+    for structure in ("diag", "ekfac", "kron"):
+        other = Laplace(model, "classification", structure, rank_tolerance=tolerance, progress=False).fit(data)
+        if structure == "diag":
+            diagonal = torch.cat([block.accumulator.matrix().diagonal() for block in other.curvature.blocks])
+            torch.testing.assert_close(diagonal, expected.diagonal(), rtol=1e-8, atol=1e-12)
+        if structure == "ekfac":
+            trace = sum(float(block.accumulator.matrix().trace()) for block in other.curvature.blocks)
+            assert trace == pytest.approx(float(expected.trace()), rel=1e-9)
+        assert other.curvature.dropped == pytest.approx(la.curvature.dropped, rel=1e-9)
+
+
+def test_is_a_lower_bound_and_says_what_it_dropped(tmp_path: Path) -> None:
+    model = confident("mlp")
+    data = networks.batches(networks.inputs("mlp", 30), networks.targets("classification", 30), 20, 10)
+    exact = Laplace(model, "classification", "full").fit(data)
+    la = Laplace(model, "classification", "full", rank_tolerance=0.1).fit(data)
+    gap = exact.curvature.blocks[0].accumulator.matrix() - la.curvature.blocks[0].accumulator.matrix()
+    assert float(torch.linalg.eigvalsh(gap).min()) > -1e-10
+    assert 0 < la.curvature.dropped <= 0.1
+    assert exact.curvature.dropped == 0
+    assert "of its trace" in la.summary()
+    assert "of its trace" not in exact.summary()
+    la.save(tmp_path / "posterior.safetensors")
+    again = Laplace.load(tmp_path / "posterior.safetensors", model)
+    assert again.curvature.dropped == la.curvature.dropped
+    assert again.rank_tolerance == 0.1
+    halves = [Laplace(model, "classification", "full", rank_tolerance=0.1).fit([batch]) for batch in data]
+    assert halves[0].merge(halves[1]).curvature.dropped == pytest.approx(la.curvature.dropped)
+
+
+def test_runs_the_few_uncertain_examples_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(3, 3)).double()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(3))
+        model[0].bias.zero_()
+    x = 12 * torch.eye(3, dtype=torch.float64)[torch.arange(20) % 3]
+    x[7] = 0.1
+    seen: list[int] = []
+    record = Tape.record
+
+    def counted(self: Tape, inputs, create_graph: bool = False):
+        seen.append(len(inputs.args[0]))
+        return record(self, inputs, create_graph)
+
+    monkeypatch.setattr(Tape, "record", counted)
+    y = torch.arange(20) % 3
+    la = Laplace(model, "classification", "full", rank_tolerance=0.01).fit([(x, y)])
+    assert seen == [20, 2]  # the batch, and the one uncertain example for each of its two columns
+    exact = Laplace(model, "classification", "full").fit([(x, y)])
+    torch.testing.assert_close(
+        la.curvature.blocks[0].accumulator.matrix(), exact.curvature.blocks[0].accumulator.matrix(), rtol=0, atol=0.02
+    )
+
+
+@pytest.mark.parametrize("tolerance", [-0.1, 1.0, float("nan")])
+def test_refuses_other_tolerances(tolerance: float) -> None:
+    with pytest.raises(ValueError, match="rank_tolerance must be"):
+        Laplace(networks.make("mlp"), "classification", rank_tolerance=tolerance)
+    with pytest.raises(ValueError, match="rank_tolerance belongs to curvature='ggn'"):
+        Laplace(networks.make("mlp"), "classification", curvature="fisher", rank_tolerance=0.1)
+
+
+def test_an_input_as_long_as_the_batch_that_has_no_examples_is_an_error() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            return self.linear(x) * table.sum()
+
+    x, y = networks.inputs("mlp", 8), networks.targets("classification", 8)
+    x = x * torch.logspace(0, 2, 8, dtype=x.dtype).unsqueeze(1)
+    la = Laplace(Shared().double(), "classification", rank_tolerance=0.2)
+    with pytest.raises(ValueError, match="rank_tolerance=0"):
+        la.fit([(x, torch.ones(8, dtype=x.dtype), y)])
