@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.batches import Unpack, unpack
+from lapwing.batches import Unpack, check_targets, read
 from lapwing.curvature.accumulator import sum_dtype
 from lapwing.curvature.blocks import Block, deliver
 from lapwing.curvature.curvature import Curvature
@@ -20,7 +20,6 @@ from lapwing.curvature.kronecker import KroneckerAccumulator
 from lapwing.curvature.structures import StructureOptions, arrange, build, group
 from lapwing.errors import InputError
 from lapwing.likelihoods import Likelihood, Statistics
-from lapwing.progress import bar
 from lapwing.tape import Record, Tape
 
 
@@ -71,17 +70,9 @@ class Fit:
     def _batches(self, tape: Tape, loader: Iterable[Any], passes: int, title: str) -> Iterator[tuple[Record, Tensor]]:
         device = next(iter(tape.parameters.values())).device
         for _ in range(passes):
-            for number, batch in enumerate(bar(loader, title, self.progress)):
-                where = f"Batch {number}"
-                inputs, targets = unpack(batch, where, self.unpack)
-                inputs, targets = inputs.to(device), targets.to(device)
-                inputs.check_finite(where)
+            for where, inputs, targets in read(loader, device, self.unpack, title, self.progress):
                 record = tape.record(inputs, create_graph=self.kind == "hessian")
-                if targets.dim() == 0 or targets.shape[0] != record.examples:
-                    raise InputError(
-                        f"{where}: {targets.shape[0] if targets.dim() else 'a single number as'} targets for "
-                        f"{record.examples} outputs. The first dimension of both must be the examples."
-                    )
+                check_targets(where, record.outputs, targets)
                 self.likelihood.check(record.outputs.detach(), targets, where)
                 yield record, targets
 
