@@ -55,6 +55,7 @@ def save(la: Laplace, path: Path) -> None:
         "options": {
             "kron": la.kron, "fisher_samples": la.fisher_samples, "memory_budget": la.memory_budget,
             "max_dense": la.max_dense, "max_factor": la.max_factor, "max_columns": la.max_columns,
+            "rank": la.rank,
         },
         "layers": [_layer_header(layer) for block in curvature.blocks for layer in block.layers],
         "kinds": [block.accumulator.kind for block in curvature.blocks],

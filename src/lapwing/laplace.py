@@ -41,7 +41,8 @@ class Laplace:
     Args:
         model: any trained `nn.Module`. It comes back from every call exactly as it was.
         likelihood: "classification", "regression", "binary", or an instance such as `Gaussian(noise=0.1)`.
-        structure: "diag", "kron", "ekfac", "block" (dense per layer) or "full".
+        structure: "diag", "kron", "ekfac", "block" (dense per layer), "full", or "lowrank" (the largest
+            eigenpairs of all weights together; the rest is left to the prior).
         curvature: "ggn" (exact), "fisher" (Monte Carlo), "empirical", or "hessian" (dense structures).
         weights: "all", "last_layer", a glob, or a list of names and globs. Frozen parameters
             (`requires_grad=False`) are never Bayesian.
@@ -51,6 +52,7 @@ class Laplace:
         tempered: "likelihood", or "both" to temper the prior as well.
         kron: "expand" or "reduce", for layers that share a weight between positions.
         fisher_samples: draws per example of the Monte Carlo Fisher.
+        rank: eigenpairs of structure "lowrank".
         unpack: `fn(batch) -> (args, kwargs, target)` for batches that are neither `(x, ..., y)` nor a
             mapping with "labels".
         output: `fn(returned) -> tensor [N, ...]` for models that return neither a tensor nor `.logits`.
@@ -83,6 +85,7 @@ class Laplace:
         tempered: str = "likelihood",
         kron: str = "expand",
         fisher_samples: int = 1,
+        rank: int = 32,
         unpack: Unpack | None = None,
         output: ReadOutput | None = None,
         memory_budget: int = 2**30,
@@ -97,6 +100,8 @@ class Laplace:
         self.curvature_kind = choose(curvature, KINDS, "curvature")
         if curvature == "hessian" and structure not in DENSE:
             raise InputError(f"curvature='hessian' needs a dense structure: 'block' or 'full', not {structure!r}.")
+        if structure == "lowrank" and curvature != "ggn":
+            raise InputError(f"structure='lowrank' is made of products with curvature='ggn', not {curvature!r}.")
         self.weights = weights if isinstance(weights, str) else tuple(weights)
         select(self.model, self.weights)
         self.kron = choose(kron, ("expand", "reduce"), "kron")
@@ -104,11 +109,13 @@ class Laplace:
             ("fisher_samples", fisher_samples),
             ("memory_budget", memory_budget),
             ("max_columns", max_columns),
+            ("rank", rank),
         ):
             positive(value, name)
         if min(max_dense, max_factor) < 0:
             raise InputError(f"max_dense and max_factor must not be negative, got {max_dense} and {max_factor}.")
         self.fisher_samples, self.max_columns, self.progress = fisher_samples, max_columns, progress
+        self.rank = rank
         self.memory_budget, self.max_dense, self.max_factor = memory_budget, max_dense, max_factor
         self.unpack, self.output = unpack, output
         self.prior = priors.resolve(prior)
@@ -153,7 +160,7 @@ class Laplace:
     # ------------------------------------------------------------------------------------------ fit
 
     def fit(self, loader: Iterable[Any], passes: int = 1, generator: torch.Generator | None = None) -> Laplace:
-        """Accumulate the curvature in one pass over the data (two for "ekfac"); returns `self`.
+        """Accumulate the curvature in one pass over the data (two for "ekfac", a few for "lowrank"); returns `self`.
 
         Args:
             loader: yields `(x, y)`, `(x1, ..., y)` or mappings with "labels".
@@ -186,7 +193,7 @@ class Laplace:
         return self
 
     def _options(self) -> StructureOptions:
-        return StructureOptions(self.kron, self.max_dense, self.max_factor, self.memory_budget)
+        return StructureOptions(self.kron, self.max_dense, self.max_factor, self.memory_budget, self.rank)
 
     def _tape(self, parameters: dict[str, nn.Parameter]) -> Tape:
         return Tape(self.model, parameters, self.output, self.memory_budget)

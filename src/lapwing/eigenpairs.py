@@ -1,0 +1,111 @@
+"""The largest eigenvalues of a matrix that is known by its products only, with their eigenvectors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import InputError
+from lapwing.products import Operator
+
+_SPARE = 8  # vectors of a block beyond the wanted ones
+
+
+@dataclass(frozen=True)
+class Eigenpairs:
+    """Orthonormal `vectors: [p, k]` and `values: [k]` in float64, descending.
+
+    `residual` is the largest `‖H v − v θ‖` among them, relative to the largest value, after `passes` products.
+    """
+
+    vectors: Tensor
+    values: Tensor
+    residual: float
+    passes: int
+
+
+def top_eigenpairs(
+    operator: Operator, rank: int, dtype: torch.dtype, max_passes: int = 40, budget: int = 2**30
+) -> Eigenpairs:
+    """The `rank` largest eigenpairs of a positive semidefinite operator, by block Lanczos with restarts.
+
+    A random block of a few more than `rank` vectors (so that eigenvalues of any multiplicity are found) grows into
+    the space that its images under H span, `A Q = Q T + X C Eᵀ`, where E picks the last block. Eigenpairs of
+    the small T are those of H up to a residual `‖C s‖`, s their part in the last block. When Q exceeds `budget`
+    bytes, it shrinks to its best vectors and grows again. It stops when all residuals are below `√ε` of the largest
+    eigenvalue, ε the rounding of `dtype`; an eigenvalue is then off by about ε. It also stops when Q holds the whole
+    range of H, or after `max_passes` products.
+    """
+    rank = min(rank, operator.size)
+    width = min(operator.size, rank + _SPARE)
+    rounding = torch.finfo(dtype).eps
+    at_once = budget // (operator.size * dtype.itemsize)
+    room = min(operator.size, max(2 * width, at_once))
+    rows = torch.empty(room, operator.size, dtype=dtype, device=operator.device)  # Qᵀ
+    block = _random(operator, width, dtype)
+    held, small, coupled, largest = 0, torch.zeros(0, 0).double(), torch.zeros(0, width).double(), 0.0
+    for step in range(1, max_passes + 1):
+        fresh = block.shape[0]
+        image = operator.matmul(block.T).T.to(dtype)
+        rows[held : held + fresh] = block
+        basis = rows[: held + fresh]
+        products = (basis @ image.T).double().cpu()  # Qᵀ H X
+        _check_same_data(products[:held], coupled, rounding**0.5 * largest)
+        own = 0.5 * (products[held:] + products[held:].T)
+        small = torch.cat([
+            torch.cat([small, products[:held]], 1),
+            torch.cat([products[:held].T, own], 1),
+        ])  # fmt: skip
+        held += fresh
+        values, vectors = torch.linalg.eigh(small)
+        largest = max(float(values[-1]), torch.finfo(torch.float32).tiny)
+        block, coupling = _next_block(basis, image, 100 * rounding * largest, operator.size - held)
+        residuals = (coupling @ vectors[-fresh:, -rank:]).norm(dim=0)
+        residual = float(residuals.max()) / largest
+        if residual <= rounding**0.5 or not block.shape[0]:
+            break
+        if held + block.shape[0] > room:
+            kept = min(width, room - block.shape[0])
+            rows[:kept] = vectors[:, -kept:].T.to(rows) @ basis
+            small, held = torch.diag(values[-kept:]), kept
+            coupled = (coupling @ vectors[-fresh:, -kept:]).T
+        else:
+            coupled = torch.zeros(held, block.shape[0]).double()
+            coupled[-fresh:] = coupling.T
+    chosen = vectors[:, -rank:].flip(1)
+    return Eigenpairs(basis.T @ chosen.to(basis), values[-rank:].flip(0).clamp(min=0), residual, step)
+
+
+def _random(operator: Operator, count: int, dtype: torch.dtype) -> Tensor:
+    """Orthonormal rows `[count, p]`, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(operator.size, count, generator=generator, dtype=dtype).to(operator.device)
+    return torch.linalg.qr(drawn).Q.T
+
+
+def _next_block(basis: Tensor, image: Tensor, negligible: float, left: int) -> tuple[Tensor, Tensor]:
+    """What of `image` `[b, p]` is new to `basis` `[m, p]`: orthonormal rows X `[c, p]`, and `C = X imageᵀ` `[c, b]`.
+
+    Directions shorter than `negligible` are rounding, and there are no more than `left`.
+    """
+    rest = image
+    for _ in range(2):  # once is not enough to be orthogonal to rounding
+        rest = rest - (rest @ basis.T) @ basis
+    columns, triangle = torch.linalg.qr(rest.T)
+    outer, lengths, _ = torch.linalg.svd(triangle.double().cpu())
+    count = min(left, int((lengths > negligible).sum()))
+    block = (columns @ outer[:, :count].to(columns)).T
+    if count:  # short directions were rounding in part: once more, now that they are long
+        block = torch.linalg.qr((block - (block @ basis.T) @ basis).T).Q.T
+    return block, (block @ rest.T).double().cpu()
+
+
+def _check_same_data(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """H is symmetric, so `Qᵀ H X` is known from the passes before. If it is not so, H changed in between."""
+    if found.numel() and float((found - expected).abs().max()) > tolerance:
+        raise InputError(
+            "The curvature changed between passes over the data, which structure='lowrank' reads many times. Show "
+            "the same examples in every pass: no random augmentation, no random subset. (Shuffling is fine.)"
+        )
