@@ -23,6 +23,7 @@ class Eigenpairs:
     vectors: Tensor
     values: Tensor
     residual: float
+    converged: bool
     passes: int
 
 
@@ -34,9 +35,10 @@ def top_eigenpairs(
     A random block of a few more than `rank` vectors (so that eigenvalues of any multiplicity are found) grows into
     the space that its images under H span, `A Q = Q T + X C Eᵀ`, where E picks the last block. Eigenpairs of
     the small T are those of H up to a residual `‖C s‖`, s their part in the last block. When Q exceeds `budget`
-    bytes, it shrinks to its best vectors and grows again. It stops when all residuals are below `√ε` of the largest
-    eigenvalue, ε the rounding of `dtype`; an eigenvalue is then off by about ε. It also stops when Q holds the whole
-    range of H, or after `max_passes` products.
+    bytes, it shrinks to its best vectors and grows again. It has converged when all residuals are below `√ε` of the
+    largest eigenvalue (ε is the rounding of `dtype`), and below a twentieth of their own where that is above rounding:
+    the error of an eigenvalue is about the square of its residual over the gap to the next. So it has when Q
+    holds the whole range of H. After `max_passes` products it ends in any case.
     """
     rank = min(rank, operator.size)
     width = min(operator.size, rank + _SPARE)
@@ -63,8 +65,9 @@ def top_eigenpairs(
         largest = max(float(values[-1]), torch.finfo(torch.float32).tiny)
         block, coupling = _next_block(basis, image, 100 * rounding * largest, operator.size - held)
         residuals = (coupling @ vectors[-fresh:, -rank:]).norm(dim=0)
-        residual = float(residuals.max()) / largest
-        if residual <= rounding**0.5 or not block.shape[0]:
+        fine = torch.maximum(0.05 * values[-rank:], torch.tensor(100 * rounding * largest).double())
+        converged = bool((residuals <= fine.clamp(max=rounding**0.5 * largest)).all())
+        if converged or step == max_passes:
             break
         if held + block.shape[0] > room:
             kept = min(width, room - block.shape[0])
@@ -75,7 +78,8 @@ def top_eigenpairs(
             coupled = torch.zeros(held, block.shape[0]).double()
             coupled[-fresh:] = coupling.T
     chosen = vectors[:, -rank:].flip(1)
-    return Eigenpairs(basis.T @ chosen.to(basis), values[-rank:].flip(0).clamp(min=0), residual, step)
+    residual = float(residuals.max()) / largest
+    return Eigenpairs(basis.T @ chosen.to(basis), values[-rank:].flip(0).clamp(min=0), residual, converged, step)
 
 
 def _random(operator: Operator, count: int, dtype: torch.dtype) -> Tensor:

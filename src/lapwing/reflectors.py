@@ -20,13 +20,27 @@ from lapwing.gradients import Gradients, Pair, Rows, parts
 class LowRankBasis(Basis):
     """`U = M^{-1/2} Q`, coordinates in ascending order of eigenvalues: the last k belong to `vectors`, up to sign.
 
-    `vectors` `[p, k]` are orthonormal, in descending order; one of eigenvalue 0 may be 0 instead. `root` is
-    the diagonal of `M^{-1/2}`, `[p]`, or None for the identity.
+    `vectors`, in descending order, are `tall` `[p, k]` itself, or `M^{-1/2} tall rotation` where there is a shape M:
+    `root` `[p]` is the diagonal of `M^{-1/2}`, `rotation` `[k, k]` makes the columns orthonormal. One of eigenvalue 0
+    may be 0 instead.
     """
 
     shape: tuple[int]
-    vectors: Tensor
+    tall: Tensor
+    rotation: Tensor | None = None
     root: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        """k."""
+        return self.tall.shape[1]
+
+    @cached_property
+    def vectors(self) -> Tensor:
+        """The first k columns of Q, up to sign: `[p, k]`. Made when needed; a prior is tuned without."""
+        if self.root is None or self.rotation is None:
+            return self.tall
+        return self.root.unsqueeze(1) * (self.tall @ self.rotation)
 
     @cached_property
     def columns(self) -> Tensor:
@@ -50,7 +64,7 @@ class LowRankBasis(Basis):
 
     def _reflect(self, rows: Tensor, transpose: bool) -> Tensor:
         """`rows Q`, or `rows Qᵀ`: `[*lead, p]`."""
-        flat = rows.reshape(-1, self.shape[0]).to(self.vectors.dtype)
+        flat = rows.reshape(-1, self.shape[0]).to(self.tall.dtype)
         return torch.ormqr(*self._reflectors, flat, left=False, transpose=transpose).reshape(rows.shape)
 
     def split(self, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,8 +72,7 @@ class LowRankBasis(Basis):
 
         `U diag(scale) Uᵀ = floor·M⁻¹ + columns diag(more) columnsᵀ`.
         """
-        count = self.vectors.shape[1]
-        common, own = scale[: scale.numel() - count], scale[scale.numel() - count :].flip(0)
+        common, own = scale[: scale.numel() - self.rank], scale[scale.numel() - self.rank :].flip(0)
         floor = common[0] if common.numel() else own[-1]
         if not bool((common == floor).all()):
             raise ValueError("A low-rank basis takes one scale for all directions outside its columns.")
@@ -67,13 +80,14 @@ class LowRankBasis(Basis):
 
     def marginal(self, scale: Tensor) -> Tensor:
         floor, more = self.split(scale)
-        inside = self.columns.square() @ more.to(self.vectors.dtype)
+        inside = self.columns.square() @ more.to(self.tall.dtype)
         return inside + (floor if self.root is None else floor * self.root.square()).to(inside.dtype)
 
     def to(self, dtype: torch.dtype) -> LowRankBasis:
-        if dtype == self.vectors.dtype:
+        if dtype == self.tall.dtype:
             return self
-        return LowRankBasis(self.shape, self.vectors.to(dtype), None if self.root is None else self.root.to(dtype))
+        rotation, root = (None if part is None else part.to(dtype) for part in (self.rotation, self.root))
+        return LowRankBasis(self.shape, self.tall.to(dtype), rotation, root)
 
 
 def project(gradients: Gradients, vectors: Tensor, budget: int) -> Tensor:

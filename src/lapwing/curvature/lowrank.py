@@ -22,6 +22,8 @@ from lapwing.products import GGN
 from lapwing.reflectors import LowRankBasis
 from lapwing.tape import Tape
 
+_ROWS = 2**13  # of V at a time, so that they stay in the cache
+
 
 @dataclass
 class LowRankAccumulator:
@@ -66,17 +68,16 @@ class LowRankAccumulator:
         size = self.vectors.shape[0]
         if shape is None:
             return Decomposition(LowRankBasis((size,), self.vectors), self._padded(self.values))
-        factor = self._factor().double()
-        small = factor.T @ (factor / shape.unsqueeze(1))
+        lengths = self.values.sqrt()
+        small = lengths.unsqueeze(1) * _Gram.apply(self.vectors, 1 / shape) * lengths
         values, rotation = torch.linalg.eigh(0.5 * (small + small.T))
         values, rotation = values.flip(0).clamp(min=0), rotation.detach().flip(1)
-        root = shape.detach().rsqrt()
-        lengths = values.detach().sqrt()
-        # A length below rounding belongs to no direction: it has no eigenvalue either.
-        known = lengths > torch.finfo(self.vectors.dtype).eps * lengths.amax()
-        inverse = torch.where(known, 1 / lengths.clamp(min=1e-300), torch.zeros_like(lengths))
-        vectors = (root.unsqueeze(1) * factor) @ (rotation * inverse)
-        basis = LowRankBasis((size,), vectors.to(self.vectors.dtype), root.to(self.vectors.dtype))
+        # A value below rounding squared belongs to no direction.
+        sizes = values.detach().sqrt()
+        known = sizes > torch.finfo(self.vectors.dtype).eps * sizes.amax()
+        inverse = torch.where(known, 1 / sizes.clamp(min=1e-300), torch.zeros_like(sizes))
+        rotation, root = lengths.unsqueeze(1) * rotation * inverse, shape.detach().rsqrt()
+        basis = LowRankBasis((size,), self.vectors, rotation.to(self.vectors), root.to(self.vectors))
         return Decomposition(basis, self._padded(torch.where(known, values, torch.zeros_like(values))))
 
     def _factor(self) -> Tensor:
@@ -102,6 +103,25 @@ class LowRankAccumulator:
         return replace(self, vectors=self.vectors.to(device), values=self.values.to(device))
 
 
+class _Gram(torch.autograd.Function):
+    """`Vᵀ diag(weights) V` in float64, `[k, k]`, a few rows of V at a time; differentiable in `weights` `[p]`."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(vectors)
+        total = weights.new_zeros(vectors.shape[1], vectors.shape[1])
+        for rows, weight in zip(vectors.split(_ROWS), weights.split(_ROWS), strict=True):
+            exact = rows.double()
+            total.addmm_(exact.T, exact * weight.unsqueeze(1))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[None, Tensor]:
+        (vectors,) = ctx.saved_tensors
+        parts = [((rows.double() @ slopes[0]) * rows.double()).sum(1) for rows in vectors.split(_ROWS)]
+        return None, torch.cat(parts)
+
+
 def fill(
     block: Block,
     tape: Tape,
@@ -119,7 +139,7 @@ def fill(
     if set(operator.parameters) != set(block.parameters):
         raise InputError("The Bayesian parameters changed during the fit.")
     found = top_eigenpairs(operator, empty.values.numel(), empty.vectors.dtype, budget=budget)
-    if found.residual > torch.finfo(empty.vectors.dtype).eps ** 0.5:
+    if not found.converged:
         warnings.warn(
             f"The largest {empty.values.numel()} eigenpairs of the GGN did not converge in {found.passes} passes over "
             f"the data: H v differs from v θ by {found.residual:.2g} of the largest eigenvalue. Their span is good, "

@@ -81,7 +81,7 @@ def _examples_at_once(record: Record, columns: int, dense: int) -> int:
 def _numbers(block: BlockPosterior) -> int:
     """How many numbers a block keeps for a gradient until those of all its layers are there."""
     if isinstance(block.basis, LowRankBasis):
-        return block.basis.vectors.shape[1]
+        return block.basis.rank
     return block.block.size if len(block.block.layers) > 1 else 0
 
 

@@ -29,13 +29,13 @@ class Coordinates:
     def zeros(basis: LowRankBasis, scale: Tensor, outputs: Tensor) -> Coordinates:
         """For outputs `[N, ...]` and the posterior variances `scale` `[p]` in the basis."""
         floor, more = basis.split(scale.detach())
-        dtype = basis.vectors.dtype
+        dtype = basis.tall.dtype
         values = torch.zeros(outputs[0].numel(), len(outputs), more.numel(), dtype=dtype, device=outputs.device)
         return Coordinates(basis, floor.to(dtype), more.to(dtype), values)
 
     def prior(self, rows: slice) -> Tensor:
         """`D₀ M⁻¹` of some parameters: `[n]`."""
-        root = torch.ones_like(self.basis.vectors[rows, 0]) if self.basis.root is None else self.basis.root[rows]
+        root = torch.ones_like(self.basis.tall[rows, 0]) if self.basis.root is None else self.basis.root[rows]
         return self.floor * root.square()
 
     def add(self, gradients: Gradients, rows: slice, columns: slice, examples: slice, budget: int) -> None:
