@@ -53,7 +53,9 @@ def top_eigenpairs(
         image = operator.matmul(block.T).T.to(dtype)
         rows[held : held + fresh] = block
         basis = rows[: held + fresh]
-        products = (basis @ image.T).double().cpu()  # Qᵀ H X
+        across = basis @ image.T
+        rest = image - across.T @ basis
+        products = across.double().cpu()  # Qᵀ H X
         _check_same_data(products[:held], coupled, rounding**0.5 * largest)
         own = 0.5 * (products[held:] + products[held:].T)
         small = torch.cat([
@@ -63,7 +65,7 @@ def top_eigenpairs(
         held += fresh
         values, vectors = torch.linalg.eigh(small)
         largest = max(float(values[-1]), torch.finfo(torch.float32).tiny)
-        block, coupling = _next_block(basis, image, 100 * rounding * largest, operator.size - held)
+        block, coupling = _next_block(basis, rest, 100 * rounding * largest, operator.size - held)
         residuals = (coupling @ vectors[-fresh:, -rank:]).norm(dim=0)
         fine = torch.maximum(0.05 * values[-rank:], torch.tensor(100 * rounding * largest).double())
         converged = bool((residuals <= fine.clamp(max=rounding**0.5 * largest)).all())
@@ -89,20 +91,20 @@ def _random(operator: Operator, count: int, dtype: torch.dtype) -> Tensor:
     return torch.linalg.qr(drawn).Q.T
 
 
-def _next_block(basis: Tensor, image: Tensor, negligible: float, left: int) -> tuple[Tensor, Tensor]:
-    """What of `image` `[b, p]` is new to `basis` `[m, p]`: orthonormal rows X `[c, p]`, and `C = X imageᵀ` `[c, b]`.
+def _next_block(basis: Tensor, rest: Tensor, negligible: float, left: int) -> tuple[Tensor, Tensor]:
+    """Orthonormal rows X `[c, p]` of the span of `rest` `[b, p]`, and `C = X restᵀ` `[c, b]`.
 
-    Directions shorter than `negligible` are rounding, and there are no more than `left`.
+    `rest` is orthogonal to `basis` `[m, p]` as far as one subtraction goes; X is, to rounding. Directions shorter than
+    `negligible` are rounding, and there are no more than `left`.
     """
-    rest = image
-    for _ in range(2):  # once is not enough to be orthogonal to rounding
-        rest = rest - (rest @ basis.T) @ basis
     columns, triangle = torch.linalg.qr(rest.T)
     outer, lengths, _ = torch.linalg.svd(triangle.double().cpu())
     count = min(left, int((lengths > negligible).sum()))
-    block = (columns @ outer[:, :count].to(columns)).T
-    if count:  # short directions were rounding in part: once more, now that they are long
-        block = torch.linalg.qr((block - (block @ basis.T) @ basis).T).Q.T
+    block = outer[:, :count].T.to(columns) @ columns.T
+    if count:  # short directions are rounding in part: once more, now that they are long
+        block = block - (block @ basis.T) @ basis
+        root = torch.linalg.cholesky((block @ block.T).double())
+        block = torch.linalg.solve_triangular(root, torch.eye(count).to(root), upper=False).to(block) @ block
     return block, (block @ rest.T).double().cpu()
 
 
