@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from lapwing import ConvergenceWarning, FactoredDamping, Gaussian, InputError, L
 from lapwing.columns import identity
 from lapwing.curvature import lowrank
 from lapwing.curvature.lowrank import LowRankAccumulator
+from lapwing.eigenpairs import top_eigenpairs
 from lapwing.gradients import Gradients, Layer, Pair
 from lapwing.guard import borrowed
 from lapwing.reflectors import LowRankBasis, project
@@ -55,7 +57,8 @@ def test_enough_rank_is_structure_full(network: str, likelihood: Any) -> None:
             one, two = (la.at(prior=prior, center=center, temperature=1.3) for la in (full, low))
             assert float(two.log_evidence()) == pytest.approx(float(one.log_evidence()), rel=1e-10)
             assert two.effective_dimension() == pytest.approx(one.effective_dimension(), rel=1e-8)
-            for options in ({}, {"joint": True}, {"diagonal": True}):
+            every: list[dict[str, Any]] = [{}, {"joint": True}, {"diagonal": True}]
+            for options in every:
                 for found, expected in zip(two.latent(x, **options), one.latent(x, **options), strict=True):
                     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
             for name, value in one.posterior.variances().items():
@@ -264,8 +267,7 @@ def test_shuffled_data_are_not() -> None:
 
 
 def test_a_fit_that_does_not_converge_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = lowrank.top_eigenpairs
-    monkeypatch.setattr(lowrank, "top_eigenpairs", lambda *args, **options: original(*args, max_passes=1, **options))
+    monkeypatch.setattr(lowrank, "top_eigenpairs", functools.partial(top_eigenpairs, max_passes=1))
     with pytest.warns(ConvergenceWarning, match="did not converge in 1 passes"):
         fit("cnn", "lowrank", rank=3)
 

@@ -9,6 +9,6 @@ from lapwing.priors import FactoredDamping, GaussianPrior
 from lapwing.version import __version__
 
 __all__ = [
-    "Bernoulli", "Categorical", "ConvergenceWarning", "FactoredDamping", "FileError", "Gaussian", "GaussianPrior", "InputError", "Laplace",
-    "LapwingError", "NotFittedError", "Prediction", "TuningWarning", "__version__", "priors",
+    "Bernoulli", "Categorical", "ConvergenceWarning", "FactoredDamping", "FileError", "Gaussian", "GaussianPrior",
+    "InputError", "Laplace", "LapwingError", "NotFittedError", "Prediction", "TuningWarning", "__version__", "priors",
 ]  # fmt: skip

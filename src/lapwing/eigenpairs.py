@@ -88,7 +88,8 @@ def _random(operator: Operator, count: int, dtype: torch.dtype) -> Tensor:
     """Orthonormal rows `[count, p]`, always the same."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(operator.size, count, generator=generator, dtype=dtype).to(operator.device)
-    return torch.linalg.qr(drawn).Q.T
+    columns: Tensor = torch.linalg.qr(drawn).Q
+    return columns.T
 
 
 def _next_block(basis: Tensor, rest: Tensor, negligible: float, left: int) -> tuple[Tensor, Tensor]:

@@ -264,7 +264,7 @@ class Laplace:
         """Choose prior precisions (and the noise of a regression); returns `self`.
 
         `method="evidence"` maximizes the evidence to convergence, without data: one precision
-        (`groups="scalar"`), one per "layer", one per "parameter" (structures diag, block, full), or by
+        (`groups="scalar"`), one per "layer", one per "parameter" (structures diag, block, full, lowrank), or by
         `{glob: label}`. `method="validation"` takes the prior with the best score on `loader`. What was
         done is in `la.tuning_`. See `lapwing.tuning` for the options of each.
         """

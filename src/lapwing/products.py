@@ -6,19 +6,18 @@ in the outputs, a vector-Jacobian product. One pass over the data for all column
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from lapwing import likelihoods
-from lapwing.batches import Inputs, ReadOutput, Unpack, check_targets, peek, read
+from lapwing.batches import ReadOutput, Unpack, check_targets, peek, read
 from lapwing.errors import InputError
 from lapwing.guard import borrowed, random_state_kept, twice_differentiable
+from lapwing.jvp import Linearized, OutputHessian, settle
 from lapwing.likelihoods import Likelihood
 from lapwing.tape import Tape
 from lapwing.weights import LAST_LAYER, Weights, last_layer, select, unwrap
@@ -29,7 +28,7 @@ class Operator(Protocol):
 
     @property
     def size(self) -> int:
-        """p."""
+        """The number p of its rows."""
 
     @property
     def device(self) -> torch.device:
@@ -149,144 +148,19 @@ class GGN:
                     row += self.pack(linear.pull(curve(linear.push(self.unpack(tangent))))).to(kept)
         return total.T.to(vectors.dtype)
 
-    def _batches(self) -> Iterator[tuple[_Linearized, _OutputHessian]]:
+    def _batches(self) -> Iterator[tuple[Linearized, OutputHessian]]:
         empty = True
         for where, inputs, targets in read(self.loader, self.device, self._unpack, self._title, self._progress):
             empty = False
-            linear = _Linearized.at(self._tape, inputs, self._method or "forward")
+            linear = Linearized.at(self._tape, inputs, self._method or "forward")
             check_targets(where, linear.outputs, targets)
             self.likelihood.check(linear.outputs.detach(), targets, where)
             if self._method is None:
-                linear = _settle(linear)
+                linear = settle(linear)
                 self._method = linear.method
-            yield linear, _OutputHessian.at(self.likelihood, linear.outputs, targets)
+            yield linear, OutputHessian.at(self.likelihood, linear.outputs, targets)
         if empty:
             raise InputError("The loader is empty: it yielded no batch, so there is no curvature.")
-
-
-class _OutputHessian:
-    """`v ↦ Λ v` for outputs `[N, ...]` of one batch, by the derivative of the gradient of `−log p`."""
-
-    def __init__(self, outputs: Tensor, slope: Tensor) -> None:
-        self.outputs, self.slope = outputs, slope
-
-    @staticmethod
-    def at(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> _OutputHessian:
-        leaf = outputs.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(-likelihood.log_prob(leaf, targets).sum(), leaf, create_graph=True)
-        return _OutputHessian(leaf, slope)
-
-    def __call__(self, vector: Tensor) -> Tensor:
-        if not self.slope.requires_grad:  # piecewise linear: no curvature
-            return torch.zeros_like(vector)
-        (product,) = torch.autograd.grad(self.slope, self.outputs, vector, retain_graph=True)
-        return product
-
-
-@dataclass
-class _Linearized:
-    """One batch of the model, linear in its weights: `push` is `v ↦ J v`, `pull` is `u ↦ Jᵀ u`."""
-
-    tape: Tape
-    inputs: Inputs
-    outputs: Tensor
-    method: str
-    _adjoint: tuple[Tensor, list[Tensor | None]] | None = None
-
-    @staticmethod
-    def at(tape: Tape, inputs: Inputs, method: str) -> _Linearized:
-        try:
-            outputs = tape.forward({}, inputs)
-        except RuntimeError as failure:
-            inputs.explain(failure, next(iter(tape.parameters.values())).dtype)
-            raise
-        if outputs.grad_fn is None:
-            raise InputError(
-                "The model's output does not depend on any Bayesian parameter through autograd. Remove "
-                "torch.no_grad(), .detach() or torch.jit.script from its forward pass, or choose other weights."
-            )
-        return _Linearized(tape, inputs, outputs, method)
-
-    def push(self, tangents: dict[str, Tensor]) -> Tensor:
-        """`J v`: `[N, ...]`."""
-        return self._forward_mode(tangents) if self.method == "forward" else self._two_backward(tangents)
-
-    def pull(self, vector: Tensor) -> dict[str, Tensor]:
-        """`Jᵀ u` by parameter."""
-        tensors = list(self.tape.parameters.values())
-        found = torch.autograd.grad(self.outputs, tensors, vector, retain_graph=True, allow_unused=True)
-        return {
-            name: torch.zeros_like(tensor) if gradient is None else gradient
-            for name, tensor, gradient in zip(self.tape.parameters, tensors, found, strict=True)
-        }
-
-    def _forward_mode(self, tangents: dict[str, Tensor]) -> Tensor:
-        with torch.no_grad(), forward_ad.dual_level():
-            duals = {
-                name: forward_ad.make_dual(parameter.detach(), tangents[name])
-                for name, parameter in self.tape.parameters.items()
-            }
-            moved = forward_ad.unpack_dual(self.tape.forward(duals, self.inputs)).tangent
-        return torch.zeros_like(self.outputs) if moved is None else moved.to(self.outputs.dtype)
-
-    def _two_backward(self, tangents: dict[str, Tensor]) -> Tensor:
-        """`Jᵀ u` is linear in u, and J v is its derivative in u, applied to v backward."""
-        if self._adjoint is None:
-            seed = torch.zeros_like(self.outputs).requires_grad_()
-            tensors = list(self.tape.parameters.values())
-            self._adjoint = (
-                seed,
-                list(torch.autograd.grad(self.outputs, tensors, seed, create_graph=True, allow_unused=True)),
-            )
-        seed, gradients = self._adjoint
-        kept = [(g, tangents[name]) for name, g in zip(tangents, gradients, strict=True) if g is not None]
-        kept = [(gradient, tangent) for gradient, tangent in kept if gradient.requires_grad]
-        if not kept:
-            return torch.zeros_like(self.outputs)
-        values, vectors = zip(*kept, strict=True)
-        (moved,) = torch.autograd.grad(values, seed, vectors, retain_graph=True, allow_unused=True)
-        return torch.zeros_like(self.outputs) if moved is None else moved
-
-
-def _settle(linear: _Linearized) -> _Linearized:
-    """The first way to `J v` that works for this network and agrees with `Jᵀ u`."""
-    reasons = []
-    for method in ("forward", "backward"):
-        linear.method = method
-        try:
-            if _is_adjoint(linear):
-                return linear
-            reasons.append("an operation whose derivatives disagree")
-        except (NotImplementedError, RuntimeError) as failure:
-            reasons.append(_operation(str(failure)))
-    raise InputError(
-        f"Products with the GGN need J v. In forward mode PyTorch fails at {reasons[0]}, and as two backward passes at "
-        f"{reasons[1]}. Leave the parameters behind it out of `weights`, write it with other operations, or use a "
-        "structure that takes gradients only: 'diag', 'kron', 'ekfac', 'block' or 'full'."
-    )
-
-
-def _is_adjoint(linear: _Linearized) -> bool:
-    """Whether `u·(J v) = (Jᵀ u)·v` up to rounding, for random u and v."""
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
-
-    vector = drawn(linear.outputs.detach())
-    tangents = {name: drawn(parameter.detach()) for name, parameter in linear.tape.parameters.items()}
-    moved, pulled = linear.push(tangents), linear.pull(vector)
-    left = (vector.double() * moved.double()).sum()
-    right = torch.stack([(tangents[name].double() * pulled[name].double()).sum() for name in tangents]).sum()
-    size = vector.double().norm() * moved.double().norm()
-    return bool((left - right).abs() <= 10 * torch.finfo(linear.outputs.dtype).eps ** 0.5 * size)
-
-
-def _operation(message: str) -> str:
-    """The operation that an error of autograd names, or the error itself."""
-    found = re.search(r"forward AD with (\S+)|derivative for '?([\w:.]+)'?", message)
-    name = next((group for group in found.groups() if group), None) if found else None
-    return f"{name!r}" if name else f"an operation ({message.splitlines()[0] if message else 'no reason given'})"
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class LowRankBasis(Basis):
 
     @property
     def rank(self) -> int:
-        """k."""
+        """The number k of directions singled out."""
         return self.tall.shape[1]
 
     @cached_property

@@ -69,7 +69,7 @@ class LowRankAccumulator:
         if shape is None:
             return Decomposition(LowRankBasis((size,), self.vectors), self._padded(self.values))
         lengths = self.values.sqrt()
-        small = lengths.unsqueeze(1) * _Gram.apply(self.vectors, 1 / shape) * lengths
+        small = lengths.unsqueeze(1) * _gram(self.vectors, 1 / shape) * lengths
         values, rotation = torch.linalg.eigh(0.5 * (small + small.T))
         values, rotation = values.flip(0).clamp(min=0), rotation.detach().flip(1)
         # A value below rounding squared belongs to no direction.
@@ -120,6 +120,11 @@ class _Gram(torch.autograd.Function):
         (vectors,) = ctx.saved_tensors
         parts = [((rows.double() @ slopes[0]) * rows.double()).sum(1) for rows in vectors.split(_ROWS)]
         return None, torch.cat(parts)
+
+
+def _gram(vectors: Tensor, weights: Tensor) -> Tensor:
+    found: Tensor = _Gram.apply(vectors, weights)  # type: ignore[no-untyped-call]
+    return found
 
 
 def fill(
