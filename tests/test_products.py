@@ -47,13 +47,16 @@ def test_product_is_that_of_the_dense_matrix(network: str, likelihood: Any) -> N
     expected = dense(ggn, data)
     scale = float(expected.abs().max())
     torch.testing.assert_close(ggn.matmul(eye(ggn)), expected, rtol=0, atol=1e-13 * scale)
-    assert ggn._method == ("backward" if network == "odd" else "forward")  # weight norm has no forward mode
+    assert ggn._method == ("backward" if network == "odd" else "batched")  # weight norm has no forward mode
 
 
 @pytest.mark.parametrize("network", networks.NETWORKS)
-def test_two_backward_passes_are_a_forward_one(network: str) -> None:
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_every_way_to_the_product_agrees(network: str, method: str) -> None:
+    if network == "odd" and method == "forward":
+        pytest.skip("weight norm has no forward mode")
     ggn, data = of(network)
-    ggn._method = "backward"
+    ggn._method = method
     torch.testing.assert_close(ggn.matmul(eye(ggn)), dense(ggn, data), rtol=1e-11, atol=1e-12)
 
 
@@ -103,6 +106,27 @@ def test_a_missing_or_wrong_forward_mode_is_noticed(function: type[Cube]) -> Non
     ggn = GGN(Custom().double(), "classification", data)
     torch.testing.assert_close(ggn.matmul(eye(ggn)), dense(ggn, data), rtol=1e-12, atol=1e-13)
     assert ggn._method == "backward"
+
+
+class Uneven(nn.Module):
+    """Draws a number, which vmap refuses; and on batches of three, an operation without forward mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x) + 0 * torch.rand(4, dtype=x.dtype)
+        return self.second(Cube.apply(hidden) if len(x) == 3 else hidden**3)
+
+
+@pytest.mark.parametrize(("sizes", "method"), [((4, 2, 1), "forward"), ((4, 3), "forward"), ((3, 4), "backward")])
+def test_batches_that_take_another_way_than_the_first(sizes: tuple[int, ...], method: str) -> None:
+    torch.manual_seed(0)
+    data = networks.batches(networks.inputs("mlp", 7), networks.targets("classification", 7), *sizes)
+    ggn = GGN(Uneven().double(), "classification", data)
+    torch.testing.assert_close(ggn.matmul(eye(ggn)), dense(ggn, data), rtol=1e-12, atol=1e-13)
+    assert ggn._method == method
 
 
 def test_weights_order_and_dtype() -> None:

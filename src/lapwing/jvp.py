@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,9 @@ from lapwing.batches import Inputs
 from lapwing.errors import InputError
 from lapwing.likelihoods import Likelihood
 from lapwing.tape import Tape
+
+METHODS = ("batched", "forward", "backward")  # J v of many v at once, of one, or by two backward passes
+REFUSALS = (RuntimeError, ValueError, NotImplementedError, TypeError, IndexError)
 
 
 class OutputHessian:
@@ -41,11 +45,11 @@ class Linearized:
     tape: Tape
     inputs: Inputs
     outputs: Tensor
-    method: str
+    method: str = "batched"
     _adjoint: tuple[Tensor, list[Tensor | None]] | None = None
 
     @staticmethod
-    def at(tape: Tape, inputs: Inputs, method: str) -> Linearized:
+    def at(tape: Tape, inputs: Inputs, method: str = METHODS[0]) -> Linearized:
         try:
             outputs = tape.forward({}, inputs)
         except RuntimeError as failure:
@@ -59,8 +63,18 @@ class Linearized:
         return Linearized(tape, inputs, outputs, method)
 
     def push(self, tangents: dict[str, Tensor]) -> Tensor:
-        """`J v`: `[N, ...]`."""
-        return self._forward_mode(tangents) if self.method == "forward" else self._two_backward(tangents)
+        """`J v` for `tangents` by parameter, `[k, *shape]`: `[k, N, ...]`."""
+        try:
+            return self._push(tangents)
+        except REFUSALS:  # this batch meets other operations than the first
+            return settle(self)._push(tangents)
+
+    def _push(self, tangents: dict[str, Tensor]) -> Tensor:
+        if self.method == "batched":
+            return self._batched(tangents)
+        one = self._forward_mode if self.method == "forward" else self._two_backward
+        count = len(next(iter(tangents.values())))
+        return torch.stack([one({name: value[i] for name, value in tangents.items()}) for i in range(count)])
 
     def pull(self, vector: Tensor) -> dict[str, Tensor]:
         """`Jᵀ u` by parameter."""
@@ -70,6 +84,19 @@ class Linearized:
             name: torch.zeros_like(tensor) if gradient is None else gradient
             for name, tensor, gradient in zip(self.tape.parameters, tensors, found, strict=True)
         }
+
+    def _batched(self, tangents: dict[str, Tensor]) -> Tensor:
+        """All tangents through one forward pass."""
+        parameters = {name: parameter.detach() for name, parameter in self.tape.parameters.items()}
+
+        def one(tangent: dict[str, Tensor]) -> Tensor:
+            moved: Tensor = torch.func.jvp(lambda at: self.tape.forward(at, self.inputs), (parameters,), (tangent,))[1]
+            return moved
+
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")
+            found: Tensor = torch.func.vmap(one)(tangents)
+        return found.to(self.outputs.dtype)
 
     def _forward_mode(self, tangents: dict[str, Tensor]) -> Tensor:
         with torch.no_grad(), forward_ad.dual_level():
@@ -101,36 +128,37 @@ class Linearized:
 
 def settle(linear: Linearized) -> Linearized:
     """The first way to `J v` that works for this network and agrees with `Jᵀ u`."""
-    reasons = []
-    for method in ("forward", "backward"):
+    reasons = {}
+    for method in METHODS:
         linear.method = method
         try:
             if _is_adjoint(linear):
                 return linear
-            reasons.append("an operation whose derivatives disagree")
-        except (NotImplementedError, RuntimeError) as failure:
-            reasons.append(_operation(str(failure)))
+            reasons[method] = "an operation whose derivatives disagree"
+        except REFUSALS as failure:
+            reasons[method] = _operation(str(failure))
     raise InputError(
-        f"Products with the GGN need J v. In forward mode PyTorch fails at {reasons[0]}, and as two backward passes at "
-        f"{reasons[1]}. Leave the parameters behind it out of `weights`, write it with other operations, or use a "
-        "structure that takes gradients only: 'diag', 'kron', 'ekfac', 'block' or 'full'."
+        f"Products with the GGN need J v. In forward mode PyTorch fails at {reasons['forward']}, and as two backward "
+        f"passes at {reasons['backward']}. Leave the parameters behind it out of `weights`, write it with other "
+        "operations, or use a structure that takes gradients only: 'diag', 'kron', 'ekfac', 'block' or 'full'."
     )
 
 
 def _is_adjoint(linear: Linearized) -> bool:
-    """Whether `u·(J v) = (Jᵀ u)·v` up to rounding, for random u and v."""
+    """Whether `u·(J v) = (Jᵀ u)·v` up to rounding, for a random u and two random v."""
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+    def drawn(like: Tensor, *lead: int) -> Tensor:
+        return torch.randn((*lead, *like.shape), generator=generator, dtype=torch.float64).to(like)
 
     vector = drawn(linear.outputs.detach())
-    tangents = {name: drawn(parameter.detach()) for name, parameter in linear.tape.parameters.items()}
-    moved, pulled = linear.push(tangents), linear.pull(vector)
-    left = (vector.double() * moved.double()).sum()
-    right = torch.stack([(tangents[name].double() * pulled[name].double()).sum() for name in tangents]).sum()
-    size = vector.double().norm() * moved.double().norm()
-    return bool((left - right).abs() <= 10 * torch.finfo(linear.outputs.dtype).eps ** 0.5 * size)
+    tangents = {name: drawn(parameter.detach(), 2) for name, parameter in linear.tape.parameters.items()}
+    moved, pulled = linear._push(tangents).double().flatten(1), linear.pull(vector)
+    left = moved @ vector.double().flatten()
+    terms = [tangents[name].double().reshape(2, -1) @ pulled[name].double().flatten() for name in tangents]
+    size = vector.double().norm() * moved.norm(dim=1)
+    gap = (left - torch.stack(terms).sum(0)).abs()
+    return bool((gap <= 10 * torch.finfo(linear.outputs.dtype).eps ** 0.5 * size).all())
 
 
 def _operation(message: str) -> str:

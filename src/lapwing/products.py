@@ -22,6 +22,8 @@ from lapwing.likelihoods import Likelihood
 from lapwing.tape import Tape
 from lapwing.weights import LAST_LAYER, Weights, last_layer, select, unwrap
 
+_AT_ONCE = 8  # vectors in one forward pass
+
 
 class Operator(Protocol):
     """A symmetric matrix `[p, p]` that is known by its products."""
@@ -43,8 +45,9 @@ class GGN:
 
     Parameters are counted in the order of `model.named_parameters()`, each row by row; `pack` and `unpack`
     translate. A product costs one pass over the data: for each batch a forward pass, and for each column about
-    two forward passes (the Jacobian-vector product) and a backward pass. Where an operation has no forward-mode
-    derivative, the Jacobian-vector product is that of two backward passes. On the first batch it is checked
+    a forward pass (the Jacobian-vector product, of several columns at once by `torch.func.vmap`) and a backward pass.
+    Where vmap refuses, columns take their turns; where an operation has no forward-mode derivative, the
+    Jacobian-vector product is that of two backward passes. The first batch decides, where the product is checked
     against a backward pass: `u·(J v) = (Jᵀ u)·v`.
 
     Args:
@@ -144,20 +147,21 @@ class GGN:
         total = torch.zeros(tangents.shape, dtype=kept, device=self.device)
         with random_state_kept(), borrowed(self.model, self.parameters), twice_differentiable(self.model):
             for linear, curve in self._batches():
-                for row, tangent in zip(total, tangents, strict=True):
-                    row += self.pack(linear.pull(curve(linear.push(self.unpack(tangent))))).to(kept)
+                for rows, few in zip(total.split(_AT_ONCE), tangents.split(_AT_ONCE), strict=True):
+                    for row, moved in zip(rows, linear.push(self.unpack(few)), strict=True):
+                        row += self.pack(linear.pull(curve(moved))).to(kept)
         return total.T.to(vectors.dtype)
 
     def _batches(self) -> Iterator[tuple[Linearized, OutputHessian]]:
         empty = True
         for where, inputs, targets in read(self.loader, self.device, self._unpack, self._title, self._progress):
             empty = False
-            linear = Linearized.at(self._tape, inputs, self._method or "forward")
+            linear = Linearized.at(self._tape, inputs)
             check_targets(where, linear.outputs, targets)
             self.likelihood.check(linear.outputs.detach(), targets, where)
             if self._method is None:
-                linear = settle(linear)
-                self._method = linear.method
+                self._method = settle(linear).method
+            linear.method = self._method
             yield linear, OutputHessian.at(self.likelihood, linear.outputs, targets)
         if empty:
             raise InputError("The loader is empty: it yielded no batch, so there is no curvature.")
