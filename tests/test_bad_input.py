@@ -134,6 +134,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "low rank of another curvature": (
         lambda: Laplace(mlp(), "classification", "lowrank", "empirical"), "made of products with curvature='ggn'"),
     "no rank": (lambda: Laplace(mlp(), "classification", "lowrank", rank=0), "rank must be positive"),
+    "too high a rank": (lambda: Laplace(nn.Linear(300, 300), "classification", "lowrank", rank=90_000).fit(
+        [(torch.ones(1, 300), torch.zeros(1).long())]), "Choose a lower rank"),
     "low rank read once": (lambda: Laplace(mlp(), "classification", "lowrank").fit(iter([(X, Y)])), "only once"),
     "low rank of many passes": (
         lambda: Laplace(mlp(), "classification", "lowrank").fit([(X, Y)], passes=2), "the same data in every pass"),

@@ -40,6 +40,11 @@ class LowRankAccumulator:
     @staticmethod
     def zeros(size: int, rank: int, like: Tensor) -> LowRankAccumulator:
         count = min(size, rank)
+        if size * count * like.element_size() > 2**34:
+            raise InputError(
+                f"rank={rank} of {size} weights takes {size} × {count} numbers. Choose a lower rank, or make fewer "
+                "weights Bayesian (weights='last_layer' or a glob)."
+            )
         return LowRankAccumulator(like.new_zeros(size, count), like.new_zeros(count, dtype=torch.float64))
 
     def observe(self, inputs: LayerInputs) -> None:
@@ -150,7 +155,7 @@ def fill(
             f"the data: H v differs from v θ by {found.residual:.2g} of the largest eigenvalue. Their span is good, "
             "the smallest of them may be too small; choose a lower rank to settle them.",
             ConvergenceWarning,
-            stacklevel=5,
+            stacklevel=4,
         )
     vectors = block.pack(operator.unpack(found.vectors.T)).T.contiguous()
     return replace(block, accumulator=replace(empty, vectors=vectors, values=found.values.to(vectors.device)))
