@@ -222,23 +222,34 @@ class Scaled(nn.Module):
 
 
 class Tokens(nn.Module):
-    """Embeddings with padding, of positions without example axis, and bags of them."""
+    """Embeddings with padding, and of positions without example axis."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(5, 2, padding_idx=1)
         self.positions = nn.Embedding(6, 2)
-        self.mean = nn.EmbeddingBag(4, 2, mode="mean", padding_idx=2)
-        self.ragged = nn.EmbeddingBag(4, 2, mode="sum", include_last_offset=True)
-        self.head = nn.Linear(6, OUTPUTS)
+        self.head = nn.Linear(2, OUTPUTS)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
-        hidden = self.words(tokens) + self.positions(torch.arange(length).unsqueeze(0))
-        offsets = torch.arange(len(tokens) + 1) * length
-        weights = torch.linspace(0.5, 1, length, dtype=hidden.dtype).repeat(len(tokens))
+        hidden = self.words(tokens) + self.positions(torch.arange(tokens.shape[1]).unsqueeze(0))
+        return self.head(torch.tanh(hidden).sum(1))
+
+
+class Bags(nn.Module):
+    """Bags of embeddings, with padding, and with offsets and weights. torch cannot differentiate them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.EmbeddingBag(4, 2, mode="mean", padding_idx=2)
+        self.ragged = nn.EmbeddingBag(4, 2, mode="sum", include_last_offset=True)
+        self.head = nn.Linear(4, OUTPUTS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        examples, length = tokens.shape
+        offsets = torch.arange(examples + 1) * length
+        weights = torch.linspace(0.5, 1, length, dtype=self.head.weight.dtype).repeat(examples)
         ragged = self.ragged(tokens.flatten(), offsets, per_sample_weights=weights)
-        return self.head(torch.cat([torch.tanh(hidden).sum(1), torch.tanh(self.mean(tokens)), torch.tanh(ragged)], 1))
+        return self.head(torch.cat([torch.tanh(self.mean(tokens)), torch.tanh(ragged)], 1))
 
 
 class CrossAttention(nn.Module):
@@ -333,6 +344,7 @@ NETWORKS: dict[str, Network] = {
     "norms": Network(Norms, images),
     "scaled": Network(Scaled, sequences),
     "tokens": Network(Tokens, tokens),
+    "bags": Network(Bags, tokens),
     "cross-attention": Network(CrossAttention, wide_sequences),
     "products": Network(Products, wide_sequences),
 }

@@ -122,7 +122,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "merge of other weights": (
         lambda: fitted().merge(Laplace(networks.make("mlp", seed=1), "classification").fit([(X, Y)])), "different weights"),
     "merge of other forms": (lambda: fitted().merge(
-        Laplace(mlp(), "classification", max_factor=2).fit([(X, Y)])), "same max_dense and max_factor"),
+        Laplace(mlp(), "classification", max_factor=2).fit([(X, Y)])), "same max_dense, max_factor and rank"),
     "merge of other noise": (lambda: Laplace(mlp(), Gaussian([1.0, 2.0, 3.0])).fit([(X, REAL)]).merge(
         Laplace(mlp(), "regression").fit([(X, REAL)])), "different likelihoods"),
     "damped Hessian": (lambda: Laplace(mlp(), "regression", "full", "hessian", prior=1e5).fit([(X, 20 * REAL)]).at(
@@ -131,6 +131,16 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         [(torch.ones(1, 300), torch.zeros(1).long())]), "needs a matrix of 90300"),
     "indefinite Hessian": (
         lambda: Laplace(mlp(), "regression", "full", "hessian", prior=1e-3).fit([(X, 20 * REAL)]), "is indefinite"),
+    "low rank of another curvature": (
+        lambda: Laplace(mlp(), "classification", "lowrank", "empirical"), "made of products with curvature='ggn'"),
+    "no rank": (lambda: Laplace(mlp(), "classification", "lowrank", rank=0), "rank must be positive"),
+    "too high a rank": (lambda: Laplace(nn.Linear(300, 300), "classification", "lowrank", rank=90_000).fit(
+        [(torch.ones(1, 300), torch.zeros(1).long())]), "Choose a lower rank"),
+    "low rank read once": (lambda: Laplace(mlp(), "classification", "lowrank").fit(iter([(X, Y)])), "only once"),
+    "low rank of many passes": (
+        lambda: Laplace(mlp(), "classification", "lowrank").fit([(X, Y)], passes=2), "the same data in every pass"),
+    "merge of other ranks": (lambda: fitted("lowrank").merge(
+        Laplace(mlp(), "classification", "lowrank", rank=3).fit([(X, Y)])), "rank"),
     "elementwise kron prior": (
         lambda: fitted(prior={"0.weight": torch.rand(4, 3) + 1, "*": 1.0}).log_evidence(), "structure='kron' takes"),
     "prior of wrong shape": (lambda: fitted(prior={"0.weight": torch.ones(4), "*": 1.0}).log_evidence(), r"has shape \[4\]"),

@@ -83,10 +83,10 @@ def test_is_a_lower_bound_and_says_what_it_dropped(tmp_path: Path) -> None:
 
 
 def test_runs_the_few_uncertain_examples_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(3, 3)).double()
+    model = nn.Linear(3, 3).double()
     with torch.no_grad():
-        model[0].weight.copy_(torch.eye(3))
-        model[0].bias.zero_()
+        model.weight.copy_(torch.eye(3))
+        model.bias.zero_()
     x = 12 * torch.eye(3, dtype=torch.float64)[torch.arange(20) % 3]
     x[7] = 0.1
     seen: list[int] = []

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lapwing import FactoredDamping, Gaussian, GaussianPrior, Laplace, TuningWarning, priors
 from tests import networks, oracles
 
-STRUCTURES = ["diag", "kron", "ekfac", "block", "full"]
+STRUCTURES = ["diag", "kron", "ekfac", "block", "full", "lowrank"]
 
 
 def fitted(structure: str, likelihood: Any = "classification", network: str = "mlp", **options: Any) -> Laplace:
@@ -53,7 +53,7 @@ PRIORS: dict[str, Any] = {
     "elementwise": elementwise,
 }  # fmt: skip
 TAKES = {
-    "diag": list(PRIORS), "block": list(PRIORS), "full": list(PRIORS), "ekfac": ["scalar", "layer"],
+    "diag": list(PRIORS), "block": list(PRIORS), "full": list(PRIORS), "lowrank": list(PRIORS), "ekfac": ["scalar", "layer"],
     "kron": ["scalar", "layer", "weight and bias", "per input", "per output"],
 }  # fmt: skip
 
@@ -214,7 +214,7 @@ def test_batches_of_statistics() -> None:
     assert float(thrice.log_evidence()) == pytest.approx(float(once.log_evidence()), rel=1e-12)
 
 
-@pytest.mark.parametrize("structure", ["diag", "kron", "block", "full"])
+@pytest.mark.parametrize("structure", ["diag", "kron", "block", "full", "lowrank"])
 @pytest.mark.parametrize("network", ["cnn", "attention"])
 def test_halves_merge_to_the_whole(structure: str, network: str) -> None:
     model = networks.make(network)
@@ -312,7 +312,7 @@ def test_perfect_fit_holds_the_noise() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.95, 2.0])
-@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
+@pytest.mark.parametrize("structure", ["diag", "kron", "full", "lowrank"])
 def test_tuning_with_a_tempered_prior_is_a_maximum(structure: str, temperature: float) -> None:
     la = fitted(structure, Gaussian(noise=2.0), temperature=temperature, tempered="both").tune_prior(groups="layer")
     assert la.tuning_ is not None

@@ -22,7 +22,7 @@ def fitted(network: str, structure: str, **options: Any) -> Laplace:
     return Laplace(model, "classification", structure, **options).fit(data)
 
 
-@pytest.mark.parametrize("structure", ["diag", "kron", "ekfac", "block", "full"])
+@pytest.mark.parametrize("structure", ["diag", "kron", "ekfac", "block", "full", "lowrank"])
 @pytest.mark.parametrize("network", ["grouped-cnn", "attention", "lstm"])
 def test_round_trip(network: str, structure: str, tmp_path: Path) -> None:
     la = fitted(network, structure, prior={"*weight*": 2.0, "*": 2.0}, temperature=1.5)

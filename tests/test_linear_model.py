@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lapwing import Gaussian, Laplace
 
-STRUCTURES = ["kron", "ekfac", "block", "full"]  # diag is not exact for correlated inputs
+STRUCTURES = ["kron", "ekfac", "block", "full", "lowrank"]  # diag is not exact for correlated inputs
 
 
 def data(outputs: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lapwing import Categorical, Gaussian, Laplace
 from tests import networks
 
-STRUCTURES = ["diag", "kron", "ekfac", "block", "full"]
+STRUCTURES = ["diag", "kron", "ekfac", "block", "full", "lowrank"]
 
 
 def fitted(

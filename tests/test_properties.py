@@ -108,7 +108,7 @@ def test_moments_of_convolutions(case: tuple[nn.Module, Tensor]) -> None:
 @given(
     st.lists(st.integers(1, 3), max_size=3),
     st.integers(1, 4),
-    st.sampled_from(["diag", "block", "full"]),
+    st.sampled_from(["diag", "block", "full", "lowrank"]),
     st.sampled_from([torch.float32, torch.float64]),
     st.booleans(),
 )
@@ -143,7 +143,7 @@ def test_linear_layers_with_any_leading_dimensions(
     st.floats(1e-4, 1e4),
     st.floats(0.01, 100),
     st.floats(0.01, 100),
-    st.sampled_from(["diag", "kron", "block", "full"]),
+    st.sampled_from(["diag", "kron", "block", "full", "lowrank"]),
 )
 def test_evidence_of_any_groups(
     groups: dict[str, float], rest: float, noise: float, temperature: float, structure: str

@@ -9,7 +9,7 @@ from torch import Tensor
 from lapwing import InputError, Laplace
 from tests import networks, oracles
 
-STRUCTURES = ["diag", "kron", "ekfac", "block", "full"]
+STRUCTURES = ["diag", "kron", "ekfac", "block", "full", "lowrank"]
 LIKELIHOODS = ["classification", "binary", "regression"]
 KINDS = ["ggn", "fisher", "empirical", "hessian"]
 DENSE = ["block", "full"]
@@ -24,7 +24,7 @@ def fitted(network: str, structure: str, kind: str, likelihood: str, prior: floa
 
 def structured(la: Laplace, dense: Tensor) -> Tensor:
     """What the structure should make of the dense H: `[p, p]`."""
-    if la.structure == "full":
+    if la.structure in ("full", "lowrank"):  # its 32 directions are all there are: 7 examples have 3 outputs each
         return dense
     if la.structure == "block":
         return oracles.block_diagonal(dense, oracles.layer_slices(la))
@@ -55,12 +55,13 @@ def test_against_dense_algebra(network: str, kind: str, likelihood: str) -> None
         with pytest.raises(InputError, match="do not commute"):
             fitted(network, "full", kind, likelihood)
         return
-    if network == "tokens" and kind == "hessian":
+    if network == "bags" and kind == "hessian":
         with pytest.raises(InputError, match="second derivative.*embedding_bag.*curvature='ggn'"):
             fitted(network, "full", kind, likelihood)
         return
     for structure in DENSE if kind == "hessian" else STRUCTURES:
-        check(network, structure, kind, likelihood)
+        if structure != "lowrank" or (kind == "ggn" and network != "bags"):
+            check(network, structure, kind, likelihood)
 
 
 def check(network: str, structure: str, kind: str, likelihood: str) -> None:
@@ -122,7 +123,7 @@ def test_gradient_and_statistics(network: str) -> None:
 def test_sample_covariance() -> None:
     """The covariance of the draws themselves, within five standard errors of each entry."""
     for structure in STRUCTURES:
-        la, _ = fitted("cnn" if structure != "full" else "mlp", structure, "ggn", "classification")
+        la, _ = fitted("cnn" if structure not in ("full", "lowrank") else "mlp", structure, "ggn", "classification")
         drawn = la.sample(20_000, torch.Generator().manual_seed(0))
         packed = torch.cat([block.pack(drawn) for block in la.curvature.blocks], dim=-1)
         precision = torch.block_diag(*[block.accumulator.matrix() for block in la.curvature.blocks])

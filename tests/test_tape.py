@@ -41,7 +41,7 @@ def test_paths() -> None:
     }
     assert paths(fitted("tied-embedding"))["embedding"] == "embedding and linear"
     assert set(paths(fitted("lstm")).values()) == {"fallback", "linear"}
-    for network in ("upsampling", "norms", "scaled", "tokens", "products", "cross-attention"):
+    for network in ("upsampling", "norms", "scaled", "tokens", "bags", "products", "cross-attention"):
         assert "fallback" not in paths(fitted(network)).values(), network
     assert paths(fitted("sequence-first")) == {"first": "linear", "second": "linear", "head": "linear"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lapwing.errors import InputError
+from lapwing.progress import bar
 
 Unpack = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Tensor]]
 ReadOutput = Callable[[Any], Tensor]
@@ -111,6 +112,27 @@ def unpack(batch: Any, where: str, custom: Unpack | None = None) -> tuple[Inputs
         f"{where}: a batch without a target ({type(batch).__name__}). Yield (x, y), (x1, ..., y) or a "
         "mapping with 'labels', or pass Laplace(..., unpack=fn) with fn(batch) -> (args, kwargs, target)."
     )
+
+
+def read(
+    loader: Iterable[Any], device: torch.device, custom: Unpack | None, title: str, show: bool
+) -> Iterator[tuple[str, Inputs, Tensor]]:
+    """The batches of one pass on a device: `(where, inputs, targets)`, with the name of each for errors."""
+    for number, batch in enumerate(bar(loader, title, show)):
+        where = f"Batch {number}"
+        inputs, targets = unpack(batch, where, custom)
+        inputs, targets = inputs.to(device), targets.to(device)
+        inputs.check_finite(where)
+        yield where, inputs, targets
+
+
+def check_targets(where: str, outputs: Tensor, targets: Tensor) -> None:
+    """Raise unless there are as many targets as outputs."""
+    if targets.dim() == 0 or targets.shape[0] != outputs.shape[0]:
+        raise InputError(
+            f"{where}: {targets.shape[0] if targets.dim() else 'a single number as'} targets for "
+            f"{outputs.shape[0]} outputs. The first dimension of both must be the examples."
+        )
 
 
 def _target(target: Any, where: str) -> Tensor:

@@ -26,6 +26,10 @@ class FileError(LapwingError, ValueError):
     """A saved posterior that is damaged, newer, or belongs to another model."""
 
 
+class ConvergenceWarning(UserWarning):
+    """An iteration ended before its tolerance was reached."""
+
+
 class TuningWarning(UserWarning):
     """A tuned value is not an interior optimum of the evidence."""
 

@@ -58,6 +58,7 @@ def save(la: Laplace, path: Path) -> None:
             "kron": la.kron, "fisher_samples": la.fisher_samples, "memory_budget": la.memory_budget,
             "max_dense": la.max_dense, "max_factor": la.max_factor, "max_columns": la.max_columns,
             "kfra_residual": la.kfra_residual, "rank_tolerance": la.rank_tolerance,
+            "rank": la.rank,
         },
         "layers": [_layer_header(layer) for block in curvature.blocks for layer in block.layers],
         "traces": [curvature.traces.dropped, curvature.traces.total],

@@ -42,7 +42,8 @@ class Laplace:
     Args:
         model: any trained `nn.Module`. It comes back from every call exactly as it was.
         likelihood: "classification", "regression", "binary", or an instance such as `Gaussian(noise=0.1)`.
-        structure: "diag", "kron", "ekfac", "block" (dense per layer) or "full".
+        structure: "diag", "kron", "ekfac", "block" (dense per layer), "full", or "lowrank" (the largest
+            eigenpairs of all weights together; the rest is left to the prior).
         curvature: "ggn" (exact), "rademacher" (random signs), "fisher" (Monte Carlo), "empirical", "kfra" (means
             passed back; structure "kron") or "hessian" (dense structures).
         weights: "all", "last_layer", a glob, or a list of names and globs. Frozen parameters
@@ -58,6 +59,7 @@ class Laplace:
         rank_tolerance: fraction of the GGN's trace (in output space, batch by batch) that may be dropped for speed: the
             smallest (example, column) pairs go first. What was dropped is in `la.curvature.dropped` and `la.summary()`.
             0 is exact; 1e-3 suits trained classifiers.
+        rank: eigenpairs of structure "lowrank".
         unpack: `fn(batch) -> (args, kwargs, target)` for batches that are neither `(x, ..., y)` nor a
             mapping with "labels".
         output: `fn(returned) -> tensor [N, ...]` for models that return neither a tensor nor `.logits`.
@@ -92,6 +94,7 @@ class Laplace:
         kfra_residual: str = "cross",
         fisher_samples: int = 1,
         rank_tolerance: float = 0.0,
+        rank: int = 32,
         unpack: Unpack | None = None,
         output: ReadOutput | None = None,
         memory_budget: int = 2**30,
@@ -108,6 +111,8 @@ class Laplace:
             raise InputError(f"curvature='hessian' needs a dense structure: 'block' or 'full', not {structure!r}.")
         if curvature == "kfra" and structure != "kron":
             raise InputError(f"curvature='kfra' makes Kronecker factors: it needs structure='kron', not {structure!r}.")
+        if structure == "lowrank" and curvature != "ggn":
+            raise InputError(f"structure='lowrank' is made of products with curvature='ggn', not {curvature!r}.")
         self.weights = weights if isinstance(weights, str) else tuple(weights)
         select(self.model, self.weights)
         self.kron = choose(kron, ("expand", "reduce"), "kron")
@@ -116,6 +121,7 @@ class Laplace:
             ("fisher_samples", fisher_samples),
             ("memory_budget", memory_budget),
             ("max_columns", max_columns),
+            ("rank", rank),
         ):
             positive(value, name)
         if not 0 <= rank_tolerance < 1:
@@ -126,6 +132,7 @@ class Laplace:
         if min(max_dense, max_factor) < 0:
             raise InputError(f"max_dense and max_factor must not be negative, got {max_dense} and {max_factor}.")
         self.fisher_samples, self.max_columns, self.progress = fisher_samples, max_columns, progress
+        self.rank = rank
         self.memory_budget, self.max_dense, self.max_factor = memory_budget, max_dense, max_factor
         self.unpack, self.output = unpack, output
         self.prior = priors.resolve(prior)
@@ -170,7 +177,7 @@ class Laplace:
     # ------------------------------------------------------------------------------------------ fit
 
     def fit(self, loader: Iterable[Any], passes: int = 1, generator: torch.Generator | None = None) -> Laplace:
-        """Accumulate the curvature in one pass over the data (two for "ekfac"); returns `self`.
+        """Accumulate the curvature in one pass over the data (two for "ekfac", a few for "lowrank"); returns `self`.
 
         Args:
             loader: yields `(x, y)`, `(x1, ..., y)` or mappings with "labels".
@@ -203,7 +210,7 @@ class Laplace:
         return self
 
     def _options(self) -> StructureOptions:
-        return StructureOptions(self.kron, self.max_dense, self.max_factor, self.memory_budget)
+        return StructureOptions(self.kron, self.max_dense, self.max_factor, self.memory_budget, self.rank)
 
     def _tape(self, parameters: dict[str, nn.Parameter]) -> Tape:
         return Tape(self.model, parameters, self.output, self.memory_budget)
@@ -274,7 +281,7 @@ class Laplace:
         """Choose prior precisions (and the noise of a regression); returns `self`.
 
         `method="evidence"` maximizes the evidence to convergence, without data: one precision
-        (`groups="scalar"`), one per "layer", one per "parameter" (structures diag, block, full), or by
+        (`groups="scalar"`), one per "layer", one per "parameter" (structures diag, block, full, lowrank), or by
         `{glob: label}`. `method="validation"` takes the prior with the best score on `loader`. What was
         done is in `la.tuning_`. See `lapwing.tuning` for the options of each.
         """

@@ -150,8 +150,9 @@ class Record:
         tolerance = 10 * torch.finfo(expected.dtype).eps ** 0.5 * self.outputs.detach().abs().amax()
         if record.outputs.shape != expected.shape or bool(((record.outputs - expected).abs() > tolerance).any()):
             raise InputError(
-                "Some examples of a batch on their own give other outputs than within it, so it cannot be made smaller: "
-                "an input without example axis is as long as the batch, or examples interact. Use rank_tolerance=0."
+                "Some examples of a batch on their own give other outputs than within it, so it cannot be made "
+                "smaller: an input without example axis is as long as the batch, or examples interact. "
+                "Use rank_tolerance=0."
             )
         return record
 

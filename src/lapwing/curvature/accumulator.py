@@ -107,5 +107,5 @@ def need_no_shape(shape: Tensor | None, structure: str) -> None:
     if shape is not None:
         raise InputError(
             f"structure={structure!r} keeps the basis of its fit, so it takes one prior precision per layer, "
-            "equal for weight and bias. Use structure='kron', 'block', 'full' or 'diag' for finer groups."
+            "equal for weight and bias. Use structure='kron', 'block', 'full', 'lowrank' or 'diag' for finer groups."
         )

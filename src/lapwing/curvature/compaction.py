@@ -39,9 +39,8 @@ class Ranked:
 
     def left_over(self, first: int) -> tuple[Tensor, Tensor]:
         """Pairs of columns `first` and on: the examples `[M]` and their vectors `[M, D]`."""
-        column, example = (
-            self.counts > torch.arange(first, self.columns.shape[0]).to(self.counts).unsqueeze(1)
-        ).nonzero(as_tuple=True)
+        number = torch.arange(first, self.columns.shape[0], device=self.counts.device)
+        column, example = (self.counts > number.unsqueeze(1)).nonzero(as_tuple=True)
         return example, self.columns[first + column, example]
 
 
@@ -70,7 +69,7 @@ def rank(columns: Columns, tolerance: float) -> Ranked:
 
 
 def _surely_dropped(traces: Tensor, allowed: Tensor, columns: int) -> Tensor:
-    """A size t such that all pairs up to t together are within what may be dropped: `Σ_n min(tr Λ_n, K t) ≤ allowed`."""
+    """A size t such that all pairs up to t are within what may be dropped: `Σ_n min(tr Λ_n, K t) ≤ allowed`."""
     ascending = traces.sort().values
     below = torch.cat([ascending.new_zeros(1), ascending.cumsum(0)[:-1]])
     above = torch.arange(len(ascending), 0, -1).to(ascending)

@@ -74,7 +74,7 @@ class Curvature:
             if _form(left) != _form(right):
                 raise InputError(
                     f"The two curvatures keep {left.name!r} in different forms ({_form(left)}, {_form(right)}), so "
-                    "they do not merge. Fit both with the same max_dense and max_factor."
+                    "they do not merge. Fit both with the same max_dense, max_factor and rank."
                 )
         blocks = tuple(
             replace(left, accumulator=left.accumulator.merge(right.accumulator))

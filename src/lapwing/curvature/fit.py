@@ -1,4 +1,4 @@
-"""The one pass over the data (two for ekfac)."""
+"""The one pass over the data (two for ekfac, several for lowrank)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.batches import Unpack, unpack
+from lapwing.batches import Unpack, check_targets, read
 from lapwing.columns import Columns
+from lapwing.curvature import lowrank
 from lapwing.curvature.accumulator import sum_dtype
 from lapwing.curvature.blocks import Block, deliver
 from lapwing.curvature.compaction import as_columns, rank
@@ -25,7 +26,6 @@ from lapwing.curvature.tied import TiedAccumulator
 from lapwing.errors import InputError
 from lapwing.gradients import Gradients
 from lapwing.likelihoods import Likelihood, Statistics
-from lapwing.progress import bar
 from lapwing.tape import Record, Tape
 
 
@@ -46,10 +46,15 @@ class Fit:
 
     def run(self, tape: Tape, loader: Iterable[Any], passes: int, generator: torch.Generator | None) -> Curvature:
         """Accumulate over `passes` passes of the loader; sums are those of one."""
-        if iter(loader) is loader and passes * (2 if self.structure == "ekfac" else 1) > 1:
+        if iter(loader) is loader and (passes > 1 or self.structure in ("ekfac", "lowrank")):
             raise InputError(
-                "This fit reads the data more than once (structure='ekfac' or passes > 1), but the loader is an "
-                "iterator that can be read only once. Pass a DataLoader or a list of batches."
+                "This fit reads the data more than once (structure='ekfac' or 'lowrank', or passes > 1), but the "
+                "loader is an iterator that can be read only once. Pass a DataLoader or a list of batches."
+            )
+        if self.structure == "lowrank" and passes > 1:
+            raise InputError(
+                "structure='lowrank' needs the same data in every pass, so it does not average passes=... over "
+                "augmented data. Pass one augmented copy as data, or use another structure."
             )
         statistics, gradient, blocks, traces = Statistics(), dict[str, Tensor](), tuple[Block, ...](), Traces()
         for record, targets in self._batches(tape, loader, passes, f"fit {self.structure}"):
@@ -59,11 +64,15 @@ class Fit:
             slope = record.gradient(self.likelihood.log_prob(record.outputs, targets).sum())
             slope = {name: value.to(sum_dtype(value.dtype)) for name, value in slope.items()}
             gradient = {name: value + gradient[name] if gradient else value for name, value in slope.items()}
-            traces += self._add(record, targets, blocks, generator)
+            if self.structure != "lowrank":
+                traces += self._add(record, targets, blocks, generator)
         if not blocks:
             raise InputError("The loader is empty: it yielded no batch, so there is nothing to fit.")
         if self.structure == "ekfac":
             blocks = self._second_phase(tape, loader, passes, blocks, generator)
+        if self.structure == "lowrank":
+            budget = self.options.budget
+            blocks = (lowrank.fill(blocks[0], tape, self.likelihood, loader, self.unpack, budget, self.progress),)
         return Curvature(self.structure, self.kind, blocks, statistics, gradient, traces).scale(1 / passes)
 
     def _blocks(self, tape: Tape) -> tuple[Block, ...]:
@@ -78,17 +87,9 @@ class Fit:
     def _batches(self, tape: Tape, loader: Iterable[Any], passes: int, title: str) -> Iterator[tuple[Record, Tensor]]:
         device = next(iter(tape.parameters.values())).device
         for _ in range(passes):
-            for number, batch in enumerate(bar(loader, title, self.progress)):
-                where = f"Batch {number}"
-                inputs, targets = unpack(batch, where, self.unpack)
-                inputs, targets = inputs.to(device), targets.to(device)
-                inputs.check_finite(where)
+            for where, inputs, targets in read(loader, device, self.unpack, title, self.progress):
                 record = tape.record(inputs, create_graph=self.kind == "hessian")
-                if targets.dim() == 0 or targets.shape[0] != record.examples:
-                    raise InputError(
-                        f"{where}: {targets.shape[0] if targets.dim() else 'a single number as'} targets for "
-                        f"{record.examples} outputs. The first dimension of both must be the examples."
-                    )
+                check_targets(where, record.outputs, targets)
                 self.likelihood.check(record.outputs.detach(), targets, where)
                 yield record, targets
 

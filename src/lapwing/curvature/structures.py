@@ -13,6 +13,7 @@ from lapwing.curvature.accumulator import Accumulator, sum_dtype
 from lapwing.curvature.dense import DenseAccumulator
 from lapwing.curvature.diagonal import DiagonalAccumulator
 from lapwing.curvature.kronecker import KroneckerAccumulator
+from lapwing.curvature.lowrank import LowRankAccumulator
 from lapwing.curvature.tied import TiedAccumulator
 from lapwing.errors import InputError
 from lapwing.gradients import Layer
@@ -21,13 +22,15 @@ from lapwing.gradients import Layer
 @dataclass(frozen=True)
 class StructureOptions:
     """`kron`: "expand" or "reduce". `max_dense`: largest dense block of a layer without Kronecker form.
-    `max_factor`: a Kronecker side above it is diagonal. `budget`: bytes for intermediate results.
+    `max_factor`: a Kronecker side above it is diagonal. `budget`: bytes for intermediate results. `rank`: eigenpairs
+    of a low-rank curvature.
     """
 
     kron: str = "expand"
     max_dense: int = 1024
     max_factor: int = 16384
     budget: int = 2**30
+    rank: int = 32
 
 
 _ROLES = {"pair": (False,), "tokens": (True,), "tied": (False, True)}  # which sides hold the inputs, by form
@@ -64,7 +67,13 @@ def _dense(layers: tuple[Layer, ...], options: StructureOptions, like: Tensor) -
     return DenseAccumulator(like.new_zeros(size, size), options.budget)
 
 
-STRUCTURES: dict[str, Build] = {"diag": _diag, "kron": _kron, "ekfac": _kron, "block": _dense, "full": _dense}
+def _lowrank(layers: tuple[Layer, ...], options: StructureOptions, like: Tensor) -> Accumulator:
+    return LowRankAccumulator.zeros(sum(layer.size for layer in layers), options.rank, like)
+
+
+STRUCTURES: dict[str, Build] = {
+    "diag": _diag, "kron": _kron, "ekfac": _kron, "block": _dense, "full": _dense, "lowrank": _lowrank
+}  # fmt: skip
 DENSE = ("block", "full")
 
 
@@ -83,8 +92,8 @@ def arrange(structure: str, layers: tuple[Layer, ...], options: StructureOptions
 
 
 def group(structure: str, layers: tuple[Layer, ...]) -> list[tuple[Layer, ...]]:
-    """The layers of each block: one a block, or all in one for the full structure."""
-    return [layers] if structure == "full" else [(layer,) for layer in layers]
+    """The layers of each block: one a block, or all in one for the full and the low-rank structure."""
+    return [layers] if structure in ("full", "lowrank") else [(layer,) for layer in layers]
 
 
 def build(

@@ -5,11 +5,13 @@ The Jacobian is never formed: `J P⁻¹ Jᵀ` is contracted from `(a, g)` layer 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lapwing.basis import Basis, DenseBasis, KroneckerBasis
 from lapwing.batches import Inputs
 from lapwing.columns import identity
 from lapwing.curvature import Block
@@ -17,6 +19,8 @@ from lapwing.curvature.blocks import deliver
 from lapwing.errors import InputError
 from lapwing.gradients import Gradients, Rows
 from lapwing.posterior import BlockPosterior, Posterior
+from lapwing.predictive.lowrank import Coordinates
+from lapwing.reflectors import LowRankBasis
 from lapwing.tape import Record, Tape
 
 
@@ -49,7 +53,7 @@ def latent(tape: Tape, posterior: Posterior, inputs: Inputs, joint: bool, keep: 
             f"The linearized prediction of {count} outputs per example takes as many backward passes, more than "
             f"max_columns={max_columns}. Use predict(method='sampled'), or raise max_columns."
         )
-    dense = max((block.size for block in posterior.spectrum.blocks if len(block.layers) > 1), default=0)
+    dense = max((_numbers(block) for block in posterior.blocks), default=0)
     step = record.examples if joint else _examples_at_once(record, 1 if diagonal else count, dense)
     if step >= record.examples:
         found = _moments(record, posterior, joint, diagonal)
@@ -74,6 +78,13 @@ def _examples_at_once(record: Record, columns: int, dense: int) -> int:
     return max(1, int(record.examples * min(1.0, record.tape.budget / max(1, 2 * size))))
 
 
+def _numbers(block: BlockPosterior) -> int:
+    """How many numbers a block keeps for a gradient until those of all its layers are there."""
+    if isinstance(block.basis, LowRankBasis):
+        return block.basis.rank
+    return block.block.size if len(block.block.layers) > 1 else 0
+
+
 def _part(tape: Tape, whole: Record, inputs: Inputs, start: int, create_graph: bool) -> Record:
     record = tape.record(inputs, create_graph)
     expected = whole.outputs[start : start + record.examples].detach()
@@ -90,7 +101,17 @@ def _moments(record: Record, posterior: Posterior, joint: bool, diagonal: bool) 
     outputs = record.outputs
     examples, count = outputs.shape[0], outputs[0].numel()
     shift = outputs.new_zeros(count, examples, dtype=record.dtype)
-    by_block = {id(block.block): _Contraction(block, posterior, record.dtype) for block in posterior.blocks}
+    contractions: list[tuple[Block, _Contraction]] = []
+    spanned: list[Coordinates] = []
+    for block in posterior.blocks:
+        step = None if posterior.center == "network" else block.block.pack(posterior.step).to(record.dtype)
+        if isinstance(block.basis, LowRankBasis):
+            spanned.append(Coordinates.zeros(block.basis.to(record.dtype), block.scale, outputs))
+            contractions += _layer_by_layer(block.block, spanned[-1], step)
+        else:
+            basis, scale = block.basis.to(record.dtype), block.scale.detach().to(record.dtype)
+            contractions.append((block.block, _Contraction(basis, scale, step)))
+    by_block = {id(block): contraction for block, contraction in contractions}
     budget = record.tape.budget // 4
     shape = (count, examples) if diagonal else (examples, count, count)
     total = outputs.new_zeros((examples * count,) * 2 if joint else shape, dtype=record.dtype)
@@ -103,6 +124,9 @@ def _moments(record: Record, posterior: Posterior, joint: bool, diagonal: bool) 
         part = slice(gradients.start, gradients.start + gradients.examples)
         if contraction.step is not None:
             shift[columns, part] += gradients.contract(contraction.step)
+        if contraction.span is not None:
+            coordinates, rows = contraction.span
+            coordinates.add(gradients, rows, columns, part, budget)
         if joint and isinstance(gradients, Rows):
             waiting.setdefault(id(block), []).append(gradients)
         elif joint:
@@ -112,20 +136,41 @@ def _moments(record: Record, posterior: Posterior, joint: bool, diagonal: bool) 
         else:
             total[part] += contraction.basis.covariance(gradients, contraction.scale, budget)
 
-    deliver(record, identity(outputs), posterior.spectrum.blocks, consume, together=not diagonal)
+    deliver(record, identity(outputs), tuple(block for block, _ in contractions), consume, together=not diagonal)
     for key, pieces in waiting.items():
         rows = Rows(torch.cat([piece.values for piece in sorted(pieces, key=lambda piece: piece.start)], dim=1))
         total = total + by_block[key].basis.joint(rows, by_block[key].scale, budget)
+    for coordinates in spanned:
+        total = total + (
+            coordinates.joint() if joint else coordinates.variance() if diagonal else coordinates.covariance()
+        )
     mean = (outputs + shift.T.reshape(outputs.shape)).to(outputs.dtype)
     covariance = total.T.reshape(outputs.shape) if diagonal else total
     return Latent(mean, covariance.to(outputs.dtype), diagonal)
 
 
+@dataclass(frozen=True)
 class _Contraction:
-    """A block's basis, scale and step to the center, in the network's dtype."""
+    """A block's basis, scale and step to the center, in the network's dtype.
 
-    def __init__(self, block: BlockPosterior, posterior: Posterior, dtype: torch.dtype) -> None:
-        self.basis = block.basis.to(dtype)
-        self.scale = block.scale.detach().to(dtype)
-        moves = posterior.center != "network"
-        self.step = block.block.pack(posterior.step).to(dtype) if moves else None
+    `span` of a layer of a low-rank block: the coordinates to add to, and the layer's part of the block's parameters.
+    """
+
+    basis: Basis
+    scale: Tensor
+    step: Tensor | None
+    span: tuple[Coordinates, slice] | None = None
+
+
+def _layer_by_layer(
+    block: Block, coordinates: Coordinates, step: Tensor | None
+) -> Iterator[tuple[Block, _Contraction]]:
+    """`floor·M⁻¹` is diagonal, so each layer of a low-rank block is one of its own, but for its coordinates."""
+    start = 0
+    for layer in block.layers:
+        rows = slice(start, start + layer.size)
+        basis = DenseBasis((layer.size,)) if layer.shape is None else KroneckerBasis(layer.shape)
+        scale = coordinates.prior(rows).reshape(basis.shape)
+        moved = None if step is None else step[rows]
+        yield Block((layer,), block.accumulator), _Contraction(basis, scale, moved, (coordinates, rows))
+        start = rows.stop
