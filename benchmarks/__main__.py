@@ -35,7 +35,9 @@ def select(patterns: list[str]) -> list[Case]:
     """The cases that match any pattern, in their own order; a pattern that matches none is an error."""
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in CASES):
-            raise SystemExit(f"No case matches {pattern!r}. Cases are named workload/operation[@rival]; --list has all.")
+            raise SystemExit(
+                f"No case matches {pattern!r}. Cases are named workload/operation[@rival]; --list has all."
+            )
     return [case for name, case in CASES.items() if any(fnmatch(name, pattern) for pattern in patterns)]
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("svg")
-from matplotlib import pyplot  # noqa: E402
+from matplotlib import pyplot
 
-from benchmarks.operations import OPERATIONS  # noqa: E402
-from benchmarks.report import Cases, cost, fastest  # noqa: E402
-from benchmarks.workloads import MAIN  # noqa: E402
+from benchmarks.operations import OPERATIONS
+from benchmarks.report import Cases, cost, fastest
+from benchmarks.workloads import MAIN
 
 TEAL, LIGHT, GRAY, INK = "#00796b", "#80cbc4", "#bdbdbd", "#37474f"
-PANELS = (("kron, exact", "kron-exact", "kron-tol"), ("kron, Monte Carlo", "kron-mc", ""), ("diag, exact", "diag-exact", "diag-tol"))  # fmt: skip
+PANELS = (
+    ("kron, exact", "kron-exact", "kron-tol"),
+    ("kron, Monte Carlo", "kron-mc", ""),
+    ("diag, exact", "diag-exact", "diag-tol"),
+)
 
 
 def draw(cases: Cases, path: Path) -> None:
@@ -43,11 +48,11 @@ def draw(cases: Cases, path: Path) -> None:
         axis.spines[["top", "right", "left"]].set_visible(False)
     axes[0].set_yticks(range(len(MAIN)), [workload.title for workload in MAIN.values()])
     axes[0].invert_yaxis()
-    entries = {}
+    entries: dict[str, Any] = {}
     for axis in axes:
         handles, labels = axis.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
-    figure.legend(entries.values(), entries.keys(), loc="lower center", ncols=3, frameon=False)
+    figure.legend(list(entries.values()), list(entries), loc="lower center", ncols=3, frameon=False)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})

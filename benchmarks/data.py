@@ -1,4 +1,4 @@
-"""Real data from the folder that LAPWING_DATA names, as tensors; each function raises MissingData without it."""
+"""Real data from the folder that LAPWING_DATA names, as tensors; each function raises MissingDataError without it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 IMAGENET = (torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225]))
 
 
-class MissingData(Exception):
+class MissingDataError(Exception):
     """Something is not on this machine; the message says what."""
 
 
@@ -91,7 +91,7 @@ def _color(name: str, count: int) -> tuple[Tensor, Tensor]:
 def _arrays(name: str, x: str, y: str, count: int | None) -> tuple[Tensor, Tensor]:
     path = folder() / name
     if not path.is_file():
-        raise MissingData(f"needs {name} in the folder that LAPWING_DATA names")
+        raise MissingDataError(f"needs {name} in the folder that LAPWING_DATA names")
     with np.load(path) as arrays:
         return torch.tensor(arrays[x][:count]), torch.tensor(arrays[y][:count]).long()
 

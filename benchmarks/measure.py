@@ -78,7 +78,9 @@ def in_turns(
     At most `repeats` turns, at least one, and none is begun after `budget` seconds.
     """
     apart = apart or Stopwatch()
-    plains, calls, off = [], [], []
+    plains: list[float] = []
+    calls: list[float] = []
+    off: list[float] = []
     start = time.perf_counter()
     while not calls or (len(calls) < repeats and time.perf_counter() - start < budget):
         plains.append(seconds(plain))
@@ -86,7 +88,7 @@ def in_turns(
         whole = seconds(call)
         off.append(apart.total - before)
         calls.append(whole - off[-1])
-    result = {"plain_s": statistics.median(plains), "seconds": statistics.median(calls), "runs": len(calls)}
+    result: Result = {"plain_s": statistics.median(plains), "seconds": statistics.median(calls), "runs": len(calls)}
     result["ratio"] = result["seconds"] / result["plain_s"]
     if any(off):
         result["decompose_s"] = statistics.median(off)

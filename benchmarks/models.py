@@ -111,8 +111,8 @@ class WideBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = functional.relu(self.bn1(x))
         short = x if self.shortcut is None else self.shortcut(out)
-        out = self.conv2(functional.relu(self.bn2(self.conv1(out))))
-        return out + short
+        wide: Tensor = self.conv2(functional.relu(self.bn2(self.conv1(out)))) + short
+        return wide
 
 
 class WideResNet(nn.Module):

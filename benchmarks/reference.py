@@ -37,7 +37,11 @@ def _traces(problem: Problem, kind: str) -> Traces:
         for column in _columns(logits.detach(), y, kind):
             found = torch.autograd.grad(logits, list(outputs.values()), column, retain_graph=True)
             for (name, layer), gradient in zip(((n, layers[n]) for n in outputs), found, strict=True):
-                g = gradient.flatten(2).mT if isinstance(layer, nn.Conv2d) else gradient.reshape(len(y), -1, gradient.shape[-1])
+                g = (
+                    gradient.flatten(2).mT
+                    if isinstance(layer, nn.Conv2d)
+                    else gradient.reshape(len(y), -1, gradient.shape[-1])
+                )
                 diag[name] += float((g.mT @ rows[name]).double().square().sum())
                 squares[name] += float(g.double().square().sum())
     kron = {name: norms[name] / max(counts[name], 1) * squares[name] for name in layers}

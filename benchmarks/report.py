@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.measure import Result, exponent
 from benchmarks.operations import CASES, FITS, LAST, OPERATIONS, RIVALS, USES, Operation
-from benchmarks.workloads import CLASSES, GROWING, MAIN, WORKLOADS
+from benchmarks.workloads import GROWING, MAIN, WORKLOADS
 
 CHART = Path(__file__).parent.parent / "docs" / "images" / "benchmarks.svg"
 NAMES = {
@@ -50,7 +50,7 @@ def cost(result: Result, operation: Operation) -> float:
     """What is compared: a ratio for fits, seconds for the rest (per 1,000 inputs for predictions)."""
     if operation.kind == "fit":
         return float(result["ratio"])
-    return float(result.get("per_1000_s", result["seconds"]))
+    return float(result["per_1000_s"] if "per_1000_s" in result else result["seconds"])
 
 
 def fastest(cases: Cases, workload: str, operation: str) -> tuple[str, float] | None:
@@ -110,7 +110,11 @@ def table(cases: Cases, workload: str, operations: list[str]) -> list[str]:
         return []
     heads = ["", "Lapwing", *(NAMES[rival] for rival in rivals), "times faster"]
     plain = next((cases[n]["plain_s"] for n in cases if n.startswith(f"{workload}/") and "plain_s" in cases[n]), None)
-    lines = [f"## {about.title}", "", f"{about.about}. A fit sees {about.examples:,} examples in batches of {about.batch}"]
+    lines = [
+        f"## {about.title}",
+        "",
+        f"{about.about}. A fit sees {about.examples:,} examples in batches of {about.batch}",
+    ]
     lines[-1] += f"; a plain pass over them took {plain:.3g} s." if plain else "."
     lines += ["", f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1), *rows, ""]
     return lines + [f"{number}. {note}" for number, note in enumerate(notes, 1)] + ([""] if notes else [])
@@ -161,8 +165,8 @@ def growth(cases: Cases) -> list[str]:
         return []
     return [
         "## Growth", "",
-        "Exponents by least squares of the logarithms: 1 is linear, 0 constant. Memory is that above what was held when "
-        "model and data were loaded.", "",
+        "Exponents by least squares of the logarithms: 1 is linear, 0 constant. Memory is that above what was held "
+        "when model and data were loaded.", "",
         "| what grows | operation | from, to | time | time of a plain pass | memory |",
         "| --- | --- | --- |" + " ---: |" * 3, *rows, "",
     ]  # fmt: skip
@@ -174,15 +178,15 @@ def text(record: dict[str, Any], chart: str) -> str:
         "# Benchmarks", "",
         f"![Cost of a fit as a multiple of one plain pass, Lapwing and the fastest rival that is right]({chart})", "",
         "<!-- --8<-- [start:tables] -->",
-        f"`make bench` on {record['threads']} threads, torch {record['torch']}. A fit's number is its time as a multiple "
-        "of one plain forward and backward pass over the same data, taken in turns in the same process, medians of up "
+        f"`make bench` on {record['threads']} threads, torch {record['torch']}. A fit's number is its time as a "
+        "multiple of one plain forward and backward pass over the same data, in turns in the same process, medians of up "
         "to seven; decompositions are apart. Predictions are in seconds per 1,000 inputs, the rest in seconds. A "
         "number is struck out where the trace of the curvature is not the one that plain autograd gives; the "
         "factor is what the trace is off by. The last column is the fastest rival that is right ÷ Lapwing.", "",
     ]  # fmt: skip
     for workload in MAIN:
         lines += table(cases, workload, [*FITS, *USES, "last-diag-empirical"])
-    lines += table(cases, "classes3100", list(LAST)) if CLASSES else []
+    lines += table(cases, "classes3100", list(LAST))
     lines += memory(cases) + growth(cases)
     return "\n".join([*lines, "<!-- --8<-- [end:tables] -->"]) + "\n"
 

@@ -1,7 +1,8 @@
 """One case of a rival, in a process of its own inside `.venv-rivals`: prints the result as JSON.
 
 Each first tries all weights. What then fails is tried with the linear and convolutional layers alone, and the
-result says so. Nothing of Lapwing is imported here.
+result says so. Nothing of Lapwing is imported here. Plain passes go through a second network, which has neither
+frozen weights nor the hooks that some rivals leave behind.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.case import reason, run_case
-from benchmarks.measure import Result, Stopwatch, in_turns, megabytes, peak_mb, plain_pass
-from benchmarks.operations import SAMPLES, Operation
-from benchmarks.workloads import Batch, Problem, dense_parameters
+from benchmarks.case import Task, reason, run_case
+from benchmarks.measure import Result, Stopwatch, megabytes
+from benchmarks.operations import SAMPLES
+from benchmarks.workloads import Batch, Problem, dense_modules, dense_parameters
 
 JACOBIAN = 2e8
 """Numbers of a Jacobian that a prediction of laplace-torch may form; it sees as many inputs as that allows."""
 STEPS = 10
 """Of the 100 that laplace-torch takes to tune a prior; the time is scaled."""
+SMALL = 2**21
+"""Up to this many weights in a layer, a kron fit of laplace-torch is warmed up. It decomposes, too."""
 
 
 class Ready(DataLoader[Any]):
@@ -37,133 +40,129 @@ class Ready(DataLoader[Any]):
         return iter(self.ready)
 
 
-def run(load: Callable[[], Problem], operation: Operation, tool: str, repeats: int, budget: float) -> Result:
+def run(load: Callable[[], Problem], task: Callable[[Problem, nn.Module], Task]) -> Result:
     """With all weights, or else with those that every library has in Kronecker form."""
-    problem = load()
-    others = [name for name, _ in problem.model.named_parameters() if name not in dense_parameters(problem.model)]
-    if tool.startswith("laplace-"):
-        attempt = LAPLACE[operation.kind]
+    plain = load().model
+    given = task(load(), plain)
+    if given.tool.startswith("laplace-"):
+        attempt = LAPLACE[given.operation.kind]
     else:
-        attempt = {"curvlinops": curvlinops_fit, "nngeometry": nngeometry_fit}[tool]
+        attempt = {"curvlinops": curvlinops_fit, "nngeometry": nngeometry_fit}[given.tool]
+    dense = dense_parameters(plain)
+    if given.operation.weights != "all" or all(name in dense for name, _ in plain.named_parameters()):
+        return attempt(given)
     refused = ""
-    if others and operation.weights == "all" and tool != "nngeometry":
+    if given.tool != "nngeometry":  # which is told its layers one by one
         try:
-            return attempt(problem, operation, tool, repeats, budget)
+            return attempt(given)
         except Exception as error:
             refused = reason(error)
-        problem = load()  # without the hooks that the attempt may have left behind
-    if others and operation.weights == "all":
-        for name, parameter in problem.model.named_parameters():
-            parameter.requires_grad_(name not in others)
-    result = attempt(problem, operation, tool, repeats, budget)
-    return result | ({"only": "linear and convolutional layers", "refused": refused} if others else {})
+        given = task(load(), plain)
+    for name, parameter in given.problem.model.named_parameters():
+        parameter.requires_grad_(name in dense)
+    return attempt(given) | {"only": "linear and convolutional layers", "refused": refused}
 
 
-# ------------------------------------------------------------------------------------- laplace-torch
-
-
-def laplace_posterior(problem: Problem, operation: Operation, tool: str, batches: list[Batch]) -> Any:
-    import laplace
-    from laplace import curvature
-
-    family = {"laplace-curvlinops": "Curvlinops", "laplace-backpack": "BackPack", "laplace-asdl": "Asdl"}[tool]
-    backend = getattr(curvature, family + ("EF" if operation.curvature == "empirical" else "GGN"))
-    la = laplace.Laplace(
-        problem.model, "classification", subset_of_weights=operation.weights, hessian_structure=operation.structure,
-        backend=backend, backend_kwargs={"stochastic": True} if operation.curvature == "fisher" else {},
-    )  # fmt: skip
-    la.fit(Ready(batches))
-    return la
-
-
-def laplace_fit(problem: Problem, operation: Operation, tool: str, repeats: int, budget: float) -> Result:
-    from laplace.utils.matrix import Kron
-
-    base = peak_mb()
+def fit_in_turns(task: Task, fit: Callable[[list[Batch]], Any], owner: Any, decomposition: str) -> tuple[Result, Any]:
+    """Time a fit without the calls of `owner.decomposition`, and hand back the last one."""
     watch = Stopwatch()
     fitted: list[Any] = []
 
     def call() -> None:
         fitted.clear()
-        fitted.append(laplace_posterior(problem, operation, tool, problem.batches))
+        fitted.append(fit(task.problem.batches))
 
-    with watch.around(Kron, "decompose"):
-        few = [(x[:4], y[:4]) for x, y in problem.batches[:1]]
-        plain_pass(problem.model, few)
-        if operation.structure != "kron" or max(p.numel() for p in problem.model.parameters()) < 2**21:
-            laplace_posterior(problem, operation, tool, few)  # a large kron would decompose for a minute
-        result = in_turns(lambda: plain_pass(problem.model, problem.batches), call, repeats, budget, watch)
-    return result | {"base_mb": base, "peak_mb": peak_mb()} | laplace_curvature(problem, fitted[0])
+    with watch.around(owner, decomposition):
+        result = task.time(call, apart=watch)
+    return result, fitted[0]
 
 
-def laplace_curvature(problem: Problem, la: Any) -> Result:
+# ------------------------------------------------------------------------------------- laplace-torch
+
+
+def laplace_posterior(task: Task, batches: list[Batch]) -> Any:
+    import laplace
+    from laplace import curvature
+
+    operation = task.operation
+    family = {"laplace-curvlinops": "Curvlinops", "laplace-backpack": "BackPack", "laplace-asdl": "Asdl"}[task.tool]
+    backend = getattr(curvature, family + ("EF" if operation.curvature == "empirical" else "GGN"))
+    la = laplace.Laplace(
+        task.problem.model, "classification", subset_of_weights=operation.weights,
+        hessian_structure=operation.structure, backend=backend,
+        backend_kwargs={"stochastic": True} if operation.curvature == "fisher" else {},
+    )  # fmt: skip
+    la.fit(Ready(batches))
+    return la
+
+
+def laplace_fit(task: Task) -> Result:
+    from laplace.utils.matrix import Kron
+
+    if task.operation.structure != "kron" or max(p.numel() for p in task.plain.parameters()) < SMALL:
+        laplace_posterior(task, task.few)
+    result, la = fit_in_turns(task, lambda batches: laplace_posterior(task, batches), Kron, "decompose")
+    return result | laplace_curvature(task.problem.model, la)
+
+
+def laplace_curvature(model: nn.Module, la: Any) -> Result:
     """Bytes of the factors, and the trace over linear and convolutional layers."""
     if hasattr(la, "H_facs"):
         groups = la.H_facs.kfacs
-        sides = [[float(factor.double().trace() if factor.dim() > 1 else factor.sum()) for factor in g] for g in groups]
-        trace = sum(side[0] * (side[1] if len(side) > 1 else 1.0) for side in sides)
-        return {"trace": trace, "factors_mb": megabytes(factor for group in groups for factor in group)}
-    dense, start, total = dense_parameters(problem.model), 0, 0.0
-    named = [(name, p) for name, p in problem.model.named_parameters() if p.requires_grad]
-    if la.H.numel() != sum(p.numel() for _, p in named):  # the last layer
-        return {"trace": float(la.H.double().sum()), "factors_mb": megabytes([la.H])}
-    for name, parameter in named:
-        part = la.H[start : start + parameter.numel()]
-        total += float(part.double().sum()) if name in dense else 0.0
-        start += parameter.numel()
+        traces = [
+            [float(factor.double().trace() if factor.dim() > 1 else factor.sum()) for factor in g] for g in groups
+        ]
+        total = sum(sides[0] * (sides[1] if len(sides) > 1 else 1.0) for sides in traces)
+        return {"trace": total, "factors_mb": megabytes(factor for group in groups for factor in group)}
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    total = float(la.H.double().sum())
+    if la.H.numel() == sum(parameter.numel() for _, parameter in named):  # otherwise the last layer alone
+        parts = la.H.split([parameter.numel() for _, parameter in named])
+        dense = dense_parameters(model)
+        total = sum(float(part.double().sum()) for part, (name, _) in zip(parts, named, strict=True) if name in dense)
     return {"trace": total, "factors_mb": megabytes([la.H])}
 
 
-def laplace_decompose(problem: Problem, operation: Operation, tool: str, repeats: int, budget: float) -> Result:
+def laplace_decompose(task: Task) -> Result:
+    """Every fit of laplace-torch decomposes; that part of it is taken."""
     from laplace.utils.matrix import Kron
 
-    base = peak_mb()
-    watch = Stopwatch()
-    with watch.around(Kron, "decompose"):  # every fit decomposes, so one fit is the measurement
-        plain = in_turns(
-            lambda: plain_pass(problem.model, problem.batches),
-            lambda: laplace_posterior(problem, operation, tool, problem.batches), min(repeats, 3), budget, watch,
-        )  # fmt: skip
-    taken = plain["decompose_s"]
+    result, _ = fit_in_turns(task, lambda batches: laplace_posterior(task, batches), Kron, "decompose")
+    taken = result["decompose_s"]
     return {
-        "plain_s": plain["plain_s"], "seconds": taken, "ratio": taken / plain["plain_s"], "runs": plain["runs"],
-        "base_mb": base, "peak_mb": peak_mb(),
+        "plain_s": result["plain_s"], "seconds": taken, "ratio": taken / result["plain_s"], "runs": result["runs"],
     }  # fmt: skip
 
 
-def laplace_predict(problem: Problem, operation: Operation, tool: str, repeats: int, budget: float) -> Result:
-    base = peak_mb()
-    la = laplace_posterior(problem, operation, tool, problem.batches[:1])
-    classes = problem.model(problem.inputs[:1]).shape[1]
-    count = len(problem.inputs)
+def laplace_predict(task: Task) -> Result:
+    la = laplace_posterior(task, task.problem.batches[:1])
+    inputs, targets = task.problem.inputs, task.problem.targets
+    classes = task.plain(inputs[:1]).shape[1]
+    count = len(inputs)
     options: dict[str, Any] = {"pred_type": "nn", "link_approx": "mc", "n_samples": SAMPLES}
-    if operation.kind == "linearized":
+    if task.operation.kind == "linearized":
         count = int(max(1, min(count, JACOBIAN / (classes * la.n_params))))
         options = {"pred_type": "glm", "link_approx": "probit"}
-    x, y = problem.inputs[:count], problem.targets[:count]
-    result = in_turns(
-        lambda: plain_pass(problem.model, [(x, y)]), lambda: la(x, **options), repeats, budget
-    )  # fmt: skip
-    per_1000 = result["seconds"] * 1000 / count
-    return result | {"base_mb": base, "peak_mb": peak_mb(), "inputs": count, "per_1000_s": per_1000}
+    x, y = inputs[:count], targets[:count]
+    result = task.time(lambda: la(x, **options), [(x, y)])
+    result |= {"inputs": count, "per_1000_s": result["seconds"] * 1000 / count}
+    return result | ({"scaled": f"from {count} inputs to 1,000"} if count < len(inputs) else {})
 
 
-def laplace_tune(problem: Problem, operation: Operation, tool: str, repeats: int, budget: float) -> Result:
-    base = peak_mb()
-    la = laplace_posterior(problem, operation, tool, problem.batches)
+def laplace_tune(task: Task) -> Result:
+    la = laplace_posterior(task, task.problem.batches)
 
-    def call() -> None:
-        la.optimize_prior_precision(pred_type="glm", method="marglik", n_steps=STEPS, prior_structure="scalar")
+    def call(steps: int = STEPS) -> None:
+        la.optimize_prior_precision(pred_type="glm", method="marglik", n_steps=steps, prior_structure="scalar")
 
-    result = in_turns(lambda: plain_pass(problem.model, problem.batches), call, repeats, budget)
-    scale = 100 / STEPS
+    call(1)
+    result, scale = task.time(call), 100 / STEPS
     return result | {
         "seconds": result["seconds"] * scale, "ratio": result["ratio"] * scale, "scaled": f"from {STEPS} steps to 100",
-        "base_mb": base, "peak_mb": peak_mb(),
     }  # fmt: skip
 
 
-LAPLACE: dict[str, Callable[[Problem, Operation, str, int, float], Result]] = {
+LAPLACE: dict[str, Callable[[Task], Result]] = {
     "fit": laplace_fit,
     "decompose": laplace_decompose,
     "linearized": laplace_predict,
@@ -175,16 +174,17 @@ LAPLACE: dict[str, Callable[[Problem, Operation, str, int, float], Result]] = {
 # --------------------------------------------------------------------------- curvlinops and nngeometry
 
 
-def curvlinops_fit(problem: Problem, operation: Operation, tool: str, repeats: int, budget: float) -> Result:
+def curvlinops_fit(task: Task) -> Result:
     import curvlinops
 
+    model, operation = task.problem.model, task.operation
     kind = {"ggn": "type-2", "fisher": "mc", "empirical": "empirical"}[operation.curvature]
     build = {"kron": curvlinops.KFACLinearOperator, "ekfac": curvlinops.EKFACLinearOperator}[operation.structure]
-    parameters = [parameter for parameter in problem.model.parameters() if parameter.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def fit(batches: list[Batch]) -> Any:
         operator = build(
-            problem.model, nn.CrossEntropyLoss(reduction="sum"), parameters, batches, fisher_type=kind,
+            model, nn.CrossEntropyLoss(reduction="sum"), parameters, batches, fisher_type=kind,
             separate_weight_and_bias=False, check_deterministic=False, num_per_example_loss_terms=1,
             num_data=sum(len(y) for _, y in batches),
         )  # fmt: skip
@@ -193,63 +193,34 @@ def curvlinops_fit(problem: Problem, operation: Operation, tool: str, repeats: i
             operator.compute_eigenvalue_correction()
         return operator
 
-    watch = Stopwatch()
-    fitted: list[Any] = []
-
-    def call() -> None:
-        fitted.clear()
-        fitted.append(fit(problem.batches))
-
-    base = peak_mb()
-    _warm(problem, fit)
-    with watch.around(curvlinops.EKFACLinearOperator, "_compute_eigenvectors"):
-        result = in_turns(lambda: plain_pass(problem.model, problem.batches), call, repeats, budget, watch)
-    factors = [*fitted[0]._input_covariances.values(), *fitted[0]._gradient_covariances.values()]
-    trace = fitted[0].trace
-    return result | {
-        "base_mb": base, "peak_mb": peak_mb(), "factors_mb": megabytes(factors),
-        "trace": float(trace() if callable(trace) else trace),
-    }  # fmt: skip
+    fit(task.few)
+    result, operator = fit_in_turns(task, fit, curvlinops.EKFACLinearOperator, "_compute_eigenvectors")
+    factors = [*operator._input_covariances.values(), *operator._gradient_covariances.values()]
+    return result | {"factors_mb": megabytes(factors), "trace": float(operator.trace)}
 
 
-def nngeometry_fit(problem: Problem, operation: Operation, tool: str, repeats: int, budget: float) -> Result:
+def nngeometry_fit(task: Task) -> Result:
     from nngeometry.layercollection import LayerCollection
     from nngeometry.metrics import FIM, FIM_MonteCarlo
     from nngeometry.object import pspace
 
+    model, operation = task.problem.model, task.operation
     wanted = {"diag": pspace.PMatDiag, "kron": pspace.PMatKFAC, "ekfac": pspace.PMatEKFAC}[operation.structure]
     layers = LayerCollection()
-    for part in problem.model.modules():
-        if isinstance(part, nn.Linear | nn.Conv2d):
-            layers.add_layer_from_model(problem.model, part)
+    for part in dense_modules(model).values():
+        layers.add_layer_from_model(model, part)
     make = FIM_MonteCarlo if operation.curvature == "fisher" else FIM
 
     def fit(batches: list[Batch]) -> Any:
         loader = Ready(batches)
-        matrix = make(problem.model, loader, wanted, "classif_logits", device="cpu", layer_collection=layers)
+        matrix = make(model, loader, wanted, "classif_logits", device="cpu", layer_collection=layers)
         if operation.structure == "ekfac":
             matrix.update_diag(loader)
         return matrix
 
-    watch = Stopwatch()
-    fitted: list[Any] = []
-
-    def call() -> None:
-        fitted.clear()
-        fitted.append(fit(problem.batches))
-
-    base = peak_mb()
-    _warm(problem, fit)
-    with watch.around(pspace.PMatKFAC, "compute_eigendecomposition"):
-        result = in_turns(lambda: plain_pass(problem.model, problem.batches), call, repeats, budget, watch)
-    trace = float(fitted[0].trace()) * problem.examples
-    return result | {"base_mb": base, "peak_mb": peak_mb(), "trace": trace}
-
-
-def _warm(problem: Problem, call: Callable[[list[Batch]], object]) -> None:
-    few = [(x[:4], y[:4]) for x, y in problem.batches[:1]]
-    plain_pass(problem.model, few)
-    call(few)
+    fit(task.few)
+    result, matrix = fit_in_turns(task, fit, pspace.PMatKFAC, "compute_eigendecomposition")
+    return result | {"trace": float(matrix.trace()) * task.problem.examples}
 
 
 if __name__ == "__main__":

