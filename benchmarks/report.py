@@ -196,6 +196,7 @@ def text(record: dict[str, Any], chart: str) -> str:
         lines += table(cases, workload, [*FITS, *USES, "last-diag-empirical"])
     lines += table(cases, "classes3100", list(LAST))
     lines += memory(cases) + growth(cases)
+    lines += [] if cases else ["There are no results yet: run `make bench`.", ""]
     return "\n".join([*lines, "<!-- --8<-- [end:tables] -->"]) + "\n"
 
 
