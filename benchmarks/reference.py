@@ -32,7 +32,7 @@ def _traces(problem: Problem, kind: str) -> Traces:
         inputs, outputs, logits = _record(problem.model, layers, x)
         rows = {name: _rows(layers[name], inputs[name]) for name in outputs}
         for name, a in rows.items():
-            norms[name] += float(a.double().square().sum())
+            norms[name] += float(a.square().sum(dtype=torch.float64))
             counts[name] += a.shape[0] * a.shape[1]
         for column in _columns(logits.detach(), y, kind):
             found = torch.autograd.grad(logits, list(outputs.values()), column, retain_graph=True)
@@ -42,8 +42,8 @@ def _traces(problem: Problem, kind: str) -> Traces:
                     if isinstance(layer, nn.Conv2d)
                     else gradient.reshape(len(y), -1, gradient.shape[-1])
                 )
-                diag[name] += float((g.mT @ rows[name]).double().square().sum())
-                squares[name] += float(g.double().square().sum())
+                diag[name] += _squared_norm(g, rows[name])
+                squares[name] += float(g.square().sum(dtype=torch.float64))
     kron = {name: norms[name] / max(counts[name], 1) * squares[name] for name in layers}
     return {"diag": diag, "kron": kron}
 
@@ -80,6 +80,14 @@ def _rows(layer: nn.Linear | nn.Conv2d, x: Tensor) -> Tensor:
     else:
         a = x.reshape(x.shape[0], -1, x.shape[-1])
     return a if layer.bias is None else functional.pad(a, (0, 1), value=1.0)
+
+
+def _squared_norm(g: Tensor, a: Tensor) -> float:
+    """`Σ_n ‖Σ_r g aᵀ‖²`, by products between positions where they are few."""
+    positions, outputs, inputs = g.shape[1], g.shape[2], a.shape[2]
+    if positions * (outputs + inputs) < outputs * inputs:
+        return float(((g @ g.mT) * (a @ a.mT)).sum(dtype=torch.float64))
+    return float((g.mT @ a).square().sum(dtype=torch.float64))
 
 
 def _columns(logits: Tensor, y: Tensor, kind: str) -> Iterator[Tensor]:
