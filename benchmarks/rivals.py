@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +25,8 @@ from benchmarks.workloads import Batch, Problem, dense_modules, dense_parameters
 
 JACOBIAN = 2e8
 """Numbers of a Jacobian that a prediction of laplace-torch may form; it sees as many inputs as that allows."""
+MANY = 1000
+"""Classes beyond which a fit of laplace-torch, with a backward pass for each, sees one batch once."""
 STEPS = 10
 """Of the 100 that laplace-torch takes to tune a prior; the time is scaled."""
 
@@ -82,17 +85,18 @@ def fit_in_turns(
 # ------------------------------------------------------------------------------------- laplace-torch
 
 
-def laplace_posterior(task: Task, batches: list[Batch]) -> Any:
+def laplace_posterior(task: Task, batches: list[Batch], curvature_kind: str = "fisher") -> Any:
+    """Monte Carlo, unless the fit itself is what counts: what comes after it costs the same."""
     import laplace
     from laplace import curvature
 
     operation = task.operation
     family = {"laplace-curvlinops": "Curvlinops", "laplace-backpack": "BackPack", "laplace-asdl": "Asdl"}[task.tool]
-    backend = getattr(curvature, family + ("EF" if operation.curvature == "empirical" else "GGN"))
+    backend = getattr(curvature, family + ("EF" if curvature_kind == "empirical" else "GGN"))
     la = laplace.Laplace(
         task.problem.model, "classification", subset_of_weights=operation.weights,
         hessian_structure=operation.structure, backend=backend,
-        backend_kwargs={"stochastic": True} if operation.curvature == "fisher" else {},
+        backend_kwargs={"stochastic": True} if curvature_kind == "fisher" else {},
     )  # fmt: skip
     la.fit(Ready(batches))
     return la
@@ -102,10 +106,18 @@ def laplace_fit(task: Task) -> Result:
     """Its kron decomposes at the end of every fit, for up to a minute; that is measured once, in `decompose`."""
     from laplace.utils.matrix import Kron
 
+    def fit(batches: list[Batch]) -> Any:
+        return laplace_posterior(task, batches, task.operation.curvature)
+
+    many = task.plain(task.few[0][0]).shape[1] > MANY
     with mock.patch.object(Kron, "decompose", return_value=None):
-        laplace_posterior(task, task.few)
-        result, la = fit_in_turns(task, lambda batches: laplace_posterior(task, batches))
-    return result | laplace_curvature(task.problem.model, la)
+        if many:
+            task = replace(task, problem=replace(task.problem, batches=task.problem.batches[:1]), repeats=1)
+        else:
+            fit(task.few)
+        result, la = fit_in_turns(task, fit)
+    result |= laplace_curvature(task.problem.model, la)
+    return result | ({"scaled": "from one batch"} if many else {})
 
 
 def laplace_curvature(model: nn.Module, la: Any) -> Result:
