@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import report
+from benchmarks import report, workloads
+from benchmarks.data import MissingDataError
 from benchmarks.measure import Result
 from benchmarks.operations import CASES, LIMIT, Case
 
@@ -57,7 +58,7 @@ def call(command: list[str], limit: float) -> tuple[str, str]:
         return "", f"stopped by {signal.Signals(-finished.returncode).name}"
     if finished.returncode:
         lines = errors.strip().splitlines() or [f"exit status {finished.returncode}"]
-        return "", lines[-1].removeprefix("benchmarks.data.")
+        return "", lines[-1]
     return output, ""
 
 
@@ -125,11 +126,10 @@ def measure(cases: list[Case], quick: bool, path: Path | None, known: dict[str, 
         folder = Path(name)
         for case in cases:
             if not (folder / f"{case.workload}.safetensors").is_file() and case.workload not in unprepared:
-                flags = ["--quick"] if quick else []
-                command = [sys.executable, "-m", "benchmarks.workloads", case.workload, name, *flags]
-                _, failure = call(command, LIMIT["lapwing"])
-                if failure:
-                    unprepared[case.workload] = failure
+                try:
+                    workloads.prepare(case.workload, folder, quick)
+                except MissingDataError as missing:
+                    unprepared[case.workload] = str(missing)
             start = time.perf_counter()
             failure = unprepared.get(case.workload, "")
             known[case.name] = {"error": failure} if failure else run(case, folder, quick)

@@ -80,4 +80,4 @@ def reason(error: Exception) -> str:
     """The kind of an error and its first line, short enough for a table."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return text if len(text) <= 200 else text[:197] + "..."
+    return text if len(text) <= 400 else text[:397] + "..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import resource
 import statistics
@@ -99,6 +100,13 @@ def peak_mb() -> float:
     """The most memory this process has had, resident, in MB."""
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
     return kilobytes / 1024
+
+
+def forget_peak() -> None:
+    """Count the peak from now on, where the system can."""
+    gc.collect()
+    if sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def limit_memory(share: float = 0.8) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.case import Task, reason, run_case
-from benchmarks.measure import Result, Stopwatch, megabytes
+from benchmarks.measure import Result, Stopwatch, forget_peak, megabytes
 from benchmarks.operations import SAMPLES
 from benchmarks.workloads import Batch, Problem, dense_modules, dense_parameters
 
@@ -61,9 +61,14 @@ def run(load: Callable[[], Problem], task: Callable[[Problem, nn.Module], Task])
         except Exception as error:
             refused = reason(error)
         given = task(load(), plain)
+        forget_peak()
     for name, parameter in given.problem.model.named_parameters():
         parameter.requires_grad_(name in dense)
-    return attempt(given) | {"only": "linear and convolutional layers", "refused": refused}
+    try:
+        return attempt(given) | {"only": "linear and convolutional layers", "refused": refused}
+    except Exception as error:
+        both = f"{refused}; with linear and convolutional layers only: " if refused else ""
+        raise RuntimeError(both + reason(error)) from error
 
 
 def fit_in_turns(

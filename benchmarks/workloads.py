@@ -1,13 +1,12 @@
 """What is measured on: a network, its data, and how it was trained.
 
-A workload is prepared once, in a process of its own: built, trained with a fixed seed and written with its data
-to a file outside the repository. Lapwing and every rival read the same file.
+A workload is prepared once in a run: built, trained with a fixed seed and written with its data to a file outside
+the repository. Lapwing and every rival read the same file, each case in a process of its own.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -211,7 +210,3 @@ def dense_parameters(model: nn.Module) -> set[str]:
         for name, part in dense_modules(model).items()
         for leaf, _ in part.named_parameters()
     }
-
-
-if __name__ == "__main__":
-    prepare(sys.argv[1], Path(sys.argv[2]), "--quick" in sys.argv)

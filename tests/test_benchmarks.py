@@ -15,7 +15,7 @@ import torch
 from benchmarks import __main__ as runner
 from benchmarks import ours, report, text_models
 from benchmarks.data import word_pieces
-from benchmarks.measure import Stopwatch, exponent, in_turns, plain_pass
+from benchmarks.measure import Stopwatch, exponent, forget_peak, in_turns, peak_mb, plain_pass
 from benchmarks.operations import CASES, OPERATIONS, RIVALS
 from benchmarks.reference import reference
 from benchmarks.workloads import WORKLOADS, Problem
@@ -66,6 +66,18 @@ def test_what_is_apart_is_taken_off() -> None:
     assert result["runs"] == 2
     assert result["ratio"] == result["seconds"] / result["plain_s"]
     assert Work.inner.__name__ == "inner"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the peak anew")
+def test_peak_is_counted_anew() -> None:
+    held = torch.ones(2**25)  # 128 MB
+    high = peak_mb()
+    del held
+    forget_peak()
+    assert peak_mb() < high - 100
+    held = torch.ones(2**25)
+    assert peak_mb() > high - 30
+    del held
 
 
 def test_plain_pass_leaves_the_model_as_it_was() -> None:
