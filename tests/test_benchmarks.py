@@ -80,6 +80,14 @@ def test_peak_is_counted_anew() -> None:
     del held
 
 
+def test_peak_is_not_that_of_the_parent() -> None:
+    held = torch.ones(2**28)  # 1 GB
+    code = "from benchmarks.measure import peak_mb; print(peak_mb())"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(found.stdout) < 700 < peak_mb()
+    del held
+
+
 def test_plain_pass_leaves_the_model_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
