@@ -98,10 +98,11 @@ def in_turns(
 
 def peak_mb() -> float:
     """The most memory this process has had, resident, in MB."""
-    if sys.platform == "linux":  # where getrusage begins with the peak of the process that started this one
-        status = Path("/proc/self/status").read_text()
-        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) / 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    status = Path("/proc/self/status")
+    if status.is_file():  # Linux, where getrusage begins with the peak of the process that started this one
+        lines = status.read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # bytes on macOS
 
 
 def forget_peak() -> None:

@@ -100,16 +100,16 @@ MAIN: dict[str, Workload] = {
         models.ResNet20, data.cifar10, 128, 2, 128, weights=_resnet20_weights,
     ),
     "wrn16-4": Workload(
-        "WRN-16-4, 100 classes", "a subset of CIFAR-100, trained for 30 steps",
-        models.WideResNet, data.cifar100, 32, 1, 32, steps=30, train_batch=64,
+        "WRN-16-4, 100 classes", "a subset of CIFAR-100, trained for 20 steps",
+        models.WideResNet, data.cifar100, 32, 1, 32, steps=20, train_batch=64,
     ),
     "transformer": Workload(
-        "transformer, 4 layers", "AG News (d = 256, 10k words, length 64, 4 classes), trained for 60 steps",
-        text_models.transformer, data.headlines, 32, 2, 64, steps=60, train_batch=32,
+        "transformer, 4 layers", "AG News (d = 256, 10k words, length 64, 4 classes), trained for 40 steps",
+        text_models.transformer, data.headlines, 32, 2, 64, steps=40, train_batch=32,
     ),
     "minilm": Workload(
-        "MiniLM, 6 layers", "SST-2 (length 32), published weights, linear head trained for 40 steps",
-        text_models.minilm, _sentences, 32, 2, 64, steps=40, train_batch=32, rate=1e-2, trained="head.*",
+        "MiniLM, 6 layers", "SST-2 (length 32), published weights, linear head trained for 20 steps",
+        text_models.minilm, _sentences, 32, 2, 64, steps=20, train_batch=32, rate=1e-2, trained="head.*",
         weights=_minilm_weights,
     ),
 }  # fmt: skip
