@@ -3,12 +3,14 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+RIVALS := .venv-rivals
+RIVALS_STAMP := $(RIVALS)/.installed
 # Data for the tests and experiments that need it; without it they are skipped and say so.
 ifneq ($(wildcard ../shared/data),)
 export LAPWING_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: demo test test-slow format bench docs clean
+.PHONY: demo test test-slow format bench rivals docs clean
 
 demo: $(STAMP)
 	$(BIN)/lapwing demo
@@ -27,8 +29,11 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)
-	$(BIN)/python -m benchmarks
+# Lapwing and, in an environment of their own, the rivals. CASES='lenet5/*' takes some of the cases.
+bench: $(STAMP) $(RIVALS_STAMP)
+	$(BIN)/python -m benchmarks $(CASES)
+
+rivals: $(RIVALS_STAMP)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
@@ -39,5 +44,11 @@ $(STAMP): requirements-dev.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
+$(RIVALS_STAMP): benchmarks/rivals.txt requirements-dev.txt
+	$(PYTHON) -m venv $(RIVALS)
+	$(RIVALS)/bin/python -m pip install --quiet --constraint requirements-dev.txt torch numpy scipy safetensors tqdm setuptools
+	$(RIVALS)/bin/python -m pip install --quiet --no-deps --requirement benchmarks/rivals.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(RIVALS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

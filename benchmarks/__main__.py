@@ -1,149 +1,149 @@
-"""Measure Lapwing as ratios to a plain pass over the same data in the same run.
+"""Run the cases, each in a process of its own, and write `results.json`, `RESULTS.md` and the chart.
 
-Each case runs in a process of its own: `python -m benchmarks` runs all and writes `benchmarks/results.json` and
-`benchmarks/RESULTS.md`; `python -m benchmarks CASE` runs one and prints it as JSON.
+`python -m benchmarks` runs all; `python -m benchmarks 'lenet5/*' mlp/tune` those that match, and keeps the other
+results. `--quick` is a trial of the machinery on a handful of examples: its times mean nothing, so it writes only
+where `--results` says.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import platform
-import resource
-import statistics
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from benchmarks.models import ResNet18, lenet5, mlp
-from lapwing import Laplace
+from benchmarks import report, workloads
+from benchmarks.data import MissingDataError
+from benchmarks.measure import Result
+from benchmarks.operations import CASES, LIMIT, Case
 
-Batches = list[tuple[Tensor, Tensor]]
-HERE = Path(__file__).parent
-
-
-def batches(count: int, size: int, *shape: int) -> Batches:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(size, *shape, generator=generator), torch.randint(10, (size,), generator=generator))
-        for _ in range(count)
-    ]
+ROOT = Path(__file__).parent.parent
+RIVALS_PYTHON = ROOT / ".venv-rivals" / "bin" / "python"
+RESULTS = Path(__file__).parent / "results.json"
 
 
-def train_pass(model: nn.Module, data: Batches) -> float:
-    """One plain forward and backward pass over the data, in seconds."""
-    model.train()
-    start = time.perf_counter()
-    for x, y in data:
-        model.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-    return time.perf_counter() - start
+def select(patterns: list[str]) -> list[Case]:
+    """The cases that match any pattern, in their own order; a pattern that matches none is an error."""
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in CASES):
+            raise SystemExit(
+                f"No case matches {pattern!r}. Cases are named workload/operation[@rival]; --list has all."
+            )
+    return [case for name, case in CASES.items() if any(fnmatch(name, pattern) for pattern in patterns)]
 
 
-def timed(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def call(command: list[str], limit: float) -> tuple[str, str]:
+    """Output of a process, and why it failed: empty if it did not. At the limit it is stopped."""
+    finished = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
+    )  # fmt: skip
+    try:
+        output, errors = finished.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        finished.kill()
+        finished.communicate()
+        return "", f"no result within {limit:.0f} s"
+    if finished.returncode < 0:
+        return "", f"stopped by {signal.Signals(-finished.returncode).name}"
+    if finished.returncode:
+        lines = errors.strip().splitlines() or [f"exit status {finished.returncode}"]
+        return "", lines[-1]
+    return output, ""
 
 
-def peak() -> float:
-    """Peak resident memory of this process in MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def run(case: Case, folder: Path, quick: bool) -> Result:
+    """The result of a case, or the reason why it has none."""
+    ours = case.tool == "lapwing"
+    python, module = (sys.executable, "benchmarks.ours") if ours else (str(RIVALS_PYTHON), "benchmarks.rivals")
+    flags = ["--quick"] if quick else []
+    output, failure = call(
+        [python, "-m", module, case.name, str(folder), *flags], LIMIT["lapwing" if ours else "rivals"]
+    )
+    if failure:
+        return {"error": failure}
+    result: Result = json.loads(output.splitlines()[-1])
+    return result
 
 
-def fit_ratios(model: nn.Module, data: Batches, repeats: int, **options: Any) -> dict[str, float]:
-    """Median fit ÷ median plain pass, taken in turns."""
-    train_pass(model, data[:2])
-    Laplace(model, "classification", progress=False, **options).fit(data[:2])
-    plain, fits = [], []
-    for _ in range(repeats):
-        plain.append(train_pass(model, data))
-        fits.append(timed(lambda: Laplace(model, "classification", progress=False, **options).fit(data)))
-    ratio = statistics.median(fits) / statistics.median(plain)
-    return {"plain_s": statistics.median(plain), "fit_s": statistics.median(fits), "ratio": ratio, "peak_mb": peak()}
-
-
-def predict_ratio(model: nn.Module, data: Batches, x: Tensor, repeats: int) -> dict[str, float]:
-    """Median linearized prediction of all weights ÷ median forward pass, the decomposition apart."""
-    la = Laplace(model, "classification", progress=False).fit(data)
-    decompose = timed(lambda: la.posterior.blocks)
-    la.predict(x[:8])
-    model.eval()
-    forwards, predictions = [], []
-    for _ in range(repeats):
-        with torch.no_grad():
-            forwards.append(timed(lambda: model(x)))
-        predictions.append(timed(lambda: la.predict(x)))
-    forward, prediction = statistics.median(forwards), statistics.median(predictions)
+def machine() -> dict[str, Any]:
     return {
-        "forward_s": forward, "predict_s": prediction, "ratio": prediction / forward, "decompose_s": decompose,
-        "peak_mb": peak(),
-    }  # fmt: skip
+        "torch": torch.__version__.split("+")[0],
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+        "system": platform.system(),
+    }
 
 
-def evidence_sweep() -> dict[str, float]:
-    """1,000 temperatures with the evidence of each, on a fitted LeNet-5."""
-    la = Laplace(lenet5(), "classification", progress=False).fit(batches(4, 128, 1, 28, 28))
-    la.log_evidence()
-    seconds = timed(lambda: [la.at(temperature=0.5 + i / 500).log_evidence() for i in range(1000)])
-    return {"sweep_s": seconds, "peak_mb": peak()}
+def say(case: Case, result: Result, seconds: float) -> None:
+    if "error" in result:
+        text = f"did not run: {result['error']}"
+    else:
+        parts = ("ratio", "seconds", "per_1000_s", "runs", "peak_mb", "trace")
+        text = ", ".join(f"{key} {result[key]:.4g}" for key in parts if key in result)
+    print(f"{case.name:45} {seconds:5.0f} s   {text}", flush=True)
 
 
-CASES: dict[str, Callable[[], dict[str, float]]] = {
-    "lenet5-kron-ggn": lambda: fit_ratios(lenet5(), batches(40, 128, 1, 28, 28), 7),
-    "lenet5-kron-fisher": lambda: fit_ratios(lenet5(), batches(40, 128, 1, 28, 28), 7, curvature="fisher"),
-    "lenet5-diag-ggn": lambda: fit_ratios(lenet5(), batches(20, 128, 1, 28, 28), 5, structure="diag"),
-    "lenet5-ekfac-ggn": lambda: fit_ratios(lenet5(), batches(20, 128, 1, 28, 28), 5, structure="ekfac"),
-    "mlp-kron-ggn": lambda: fit_ratios(mlp(), batches(16, 128, 784), 5),
-    "mlp-kron-fisher": lambda: fit_ratios(mlp(), batches(16, 128, 784), 5, curvature="fisher"),
-    "mlp-diag-ggn": lambda: fit_ratios(mlp(), batches(16, 128, 784), 5, structure="diag"),
-    "resnet18-kron-ggn": lambda: fit_ratios(ResNet18(), batches(1, 128, 3, 32, 32), 3),
-    "mlp-predict-1000": lambda: predict_ratio(mlp(), batches(8, 128, 784), torch.randn(1000, 784), 9),
-    "lenet5-predict-1000": lambda: predict_ratio(lenet5(), batches(8, 128, 1, 28, 28), torch.randn(1000, 1, 28, 28), 9),
-    "resnet18-predict-128": lambda: predict_ratio(
-        ResNet18(), batches(1, 128, 3, 32, 32), torch.randn(128, 3, 32, 32), 1
-    ),
-    "lenet5-1000-temperatures": evidence_sweep,
-}
-
-
-def main(names: list[str]) -> None:
-    if len(names) == 1:
-        torch.manual_seed(0)
-        print(json.dumps(CASES[names[0]]()))
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("cases", nargs="*", default=["*"], help="names or globs of cases")
+    parser.add_argument("--quick", action="store_true", help="a trial on a handful of examples")
+    parser.add_argument("--results", type=Path, help=f"file to merge into (default {RESULTS.name})")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases")
+    parser.add_argument("--report", action="store_true", help="only write table and chart anew")
+    given = parser.parse_args(arguments)
+    chosen = select(given.cases)
+    if given.list:
+        print("\n".join(case.name for case in chosen))
         return
-    results = {}
-    for name in names or CASES:
-        finished = subprocess.run(
-            [sys.executable, "-m", "benchmarks", name], capture_output=True, text=True, check=True, cwd=HERE.parent
-        )
-        results[name] = json.loads(finished.stdout.splitlines()[-1])
-        print(name, {key: round(value, 3) for key, value in results[name].items()}, flush=True)
-    record = {"torch": torch.__version__.split("+")[0], "threads": torch.get_num_threads(),
-              "machine": platform.machine(), "results": results}  # fmt: skip
-    (HERE / "results.json").write_text(json.dumps(record, indent=2) + "\n")
-    (HERE / "RESULTS.md").write_text(table(record))
+    path: Path | None = given.results or (None if given.quick else RESULTS)
+    record: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.is_file() else {}
+    known: dict[str, Result] = record.get("cases", {})
+    if not given.report:
+        if any(case.tool != "lapwing" for case in chosen) and not RIVALS_PYTHON.is_file():
+            print("Rivals are left out: `make rivals` installs them.", flush=True)
+            chosen = [case for case in chosen if case.tool == "lapwing"]
+        known |= measure(chosen, given.quick, path, known)
+    if path is not None:
+        write(path, known)
+        report.write(path, chart=report.CHART if path == RESULTS else path.with_suffix(".svg"))
 
 
-def table(record: dict[str, Any]) -> str:
-    rows = [
-        "# Benchmarks", "",
-        f"`make bench`, {record['threads']} threads, torch {record['torch']}. Ratio: to a plain forward+backward pass "
-        "over the same data (fit), or to one plain forward pass (predict), medians of one run. Data and weights are "
-        "random; the decomposition is apart.", "",
-        "| case | ratio | seconds | peak MB |", "| --- | ---: | ---: | ---: |",
-    ]  # fmt: skip
-    for name, result in record["results"].items():
-        seconds = result.get("fit_s", result.get("predict_s", result.get("sweep_s", 0.0)))
-        ratio = f"{result['ratio']:.2f}" if "ratio" in result else ""
-        rows.append(f"| {name} | {ratio} | {seconds:.3f} | {result['peak_mb']:.0f} |")
-    return "\n".join(rows) + "\n"
+def measure(cases: list[Case], quick: bool, path: Path | None, known: dict[str, Result]) -> dict[str, Result]:
+    """Run the cases; what is known so far is written after each."""
+    unprepared: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="lapwing-benchmarks-") as name:
+        folder = Path(name)
+        for case in cases:
+            if not (folder / f"{case.workload}.safetensors").is_file() and case.workload not in unprepared:
+                try:
+                    workloads.prepare(case.workload, folder, quick)
+                except MissingDataError as missing:
+                    unprepared[case.workload] = str(missing)
+            start = time.perf_counter()
+            failure = unprepared.get(case.workload, "")
+            known[case.name] = {"error": failure} if failure else run(case, folder, quick)
+            say(case, known[case.name], time.perf_counter() - start)
+            if path is not None:
+                write(path, known)
+    return known
+
+
+def write(path: Path, known: dict[str, Result]) -> None:
+    """Results in the order of the cases; those of cases that are gone are dropped."""
+    ordered = {name: known[name] for name in CASES if name in known}
+    path.write_text(json.dumps(machine() | {"cases": ordered}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
