@@ -362,3 +362,23 @@ def test_outputs_of_another_dtype_than_the_weights() -> None:
         la = Laplace(model, "classification", structure).fit([(x, y)])
         plain = Laplace(model.linear, "classification", structure).fit([(x, y)])
         torch.testing.assert_close(la.predict(x).probs.float(), plain.predict(x).probs)
+
+
+@pytest.mark.parametrize("scales", [(1e-13, 1e-13), (1e-20, 1e-20)])
+def test_tiny_gradients_do_not_look_like_coupled_examples(scales: tuple[float, float]) -> None:
+    """Squares of gradients of 10⁻²⁶ are 0 in float32, gradients of 10⁻⁴⁰ have lost most of their digits."""
+
+    class Faint(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.head = nn.Linear(3, 256), nn.Linear(256, 256), nn.Linear(256, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.second(torch.tanh(self.first(x))))
+            return self.head(hidden.detach() + scales[0] * (scales[1] * hidden))
+
+    torch.manual_seed(0)
+    model = Faint()
+    data = [(torch.randn(n, 3), torch.arange(n) % 3) for n in (64, 32)]
+    la = Laplace(model, "classification", "diag").fit(data)
+    assert paths(la) == {"first": "linear", "second": "linear", "head": "linear"}

@@ -42,7 +42,7 @@ def examine(record: Record) -> tuple[Axes, tuple[Layer, ...], bool]:
         _find(use, first, second, scale) for use, first, second in zip(record.uses, plain, scaled, strict=True)
     )
     reached = [gradient for gradient, found in zip(plain, record.graph.reached, strict=True) if found]
-    decided = all(gradient is not None and bool(gradient.any()) for gradient in reached)
+    decided = all(gradient is not None and _tells(gradient) for gradient in reached)
     return axes, _layers(record, axes, plain, truth), decided
 
 
@@ -92,6 +92,12 @@ def _backward(record: Record, inputs: Sequence[Tensor | GradientEdge], vector: T
     )
 
 
+def _tells(gradient: Tensor) -> bool:
+    """A gradient that is 0, or so small that it has lost its digits, says nothing about its examples."""
+    limits = torch.finfo(gradient.dtype)
+    return bool(gradient.abs().amax() > limits.tiny / limits.eps) if gradient.numel() else False
+
+
 def _find(use: Use, plain: Tensor | None, scaled: Tensor | None, scale: Tensor) -> ExampleAxis | None:
     """The axis along which the second gradient is closest to α_n times the first, if it is that close."""
     examples = scale.shape[0]
@@ -101,8 +107,10 @@ def _find(use: Use, plain: Tensor | None, scaled: Tensor | None, scale: Tensor) 
         if use.output[dimension] > 0 and use.output[dimension] % examples == 0
         for inner in ((False, True) if use.output[dimension] > examples else (False,))
     ]
-    if plain is None or scaled is None:
+    if plain is None or scaled is None or not _tells(plain):
         return candidates[0] if candidates else None
+    largest = plain.abs().amax()
+    plain, scaled = plain / largest, scaled / largest  # so that no square underflows
     best, smallest = None, torch.finfo(plain.dtype).eps ** 0.5
     for axis in candidates:
         first, second = axis.first(plain, examples), axis.first(scaled, examples)
