@@ -382,3 +382,24 @@ def test_tiny_gradients_do_not_look_like_coupled_examples(scales: tuple[float, f
     data = [(torch.randn(n, 3), torch.arange(n) % 3) for n in (64, 32)]
     la = Laplace(model, "classification", "diag").fit(data)
     assert paths(la) == {"first": "linear", "second": "linear", "head": "linear"}
+
+
+@pytest.mark.parametrize("cast", ["first", "norm"])
+def test_models_that_cast_their_modules_on_the_way(cast: str) -> None:
+    """`module.to(dtype)` assigns `.data`: torch 2.13 does not survive that under vmap."""
+
+    class Casting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.head = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.get_submodule(cast).to(x.dtype)
+            return self.head(self.norm(self.first(x)))
+
+    torch.manual_seed(0)
+    model = Casting().double()
+    data = [(networks.inputs("mlp", 4), networks.targets("classification", 4))]
+    la = Laplace(model, "classification", "full").fit(data)
+    assert "fallback (loop)" in la.summary()
+    torch.testing.assert_close(la.curvature.blocks[0].accumulator.matrix(), oracles.curvature(la, data))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from lapwing.batches import Inputs, SplitInputs
 from lapwing.errors import InputError
@@ -75,7 +77,7 @@ class PerExample:
 
         leaves = [leaf[part] for leaf in split.examples()]
         # vmap knows the plain attention kernel only, and says of some operations that it loops over them.
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _RefuseData(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop")
             mapped = torch.func.vmap(one, in_dims=(1, *(0 for _ in leaves)), out_dims=(0, 1))
             values, gradients = mapped(columns, *leaves)
@@ -112,6 +114,17 @@ class PerExample:
                 "do not exist or an input without example axis was split. Examples must be independent in "
                 "eval mode, and each batched input needs its examples along dimension 0."
             )
+
+
+class _RefuseData(TorchFunctionMode):
+    """Raises where `.data` is assigned, as `module.to(dtype)` does: under vmap torch would crash the process."""
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise RuntimeError("the model assigns the data of a tensor in its forward pass")
+        return func(*args, **(kwargs or {}))
 
 
 def _filled(gradient: Tensor | None, like: Tensor) -> Tensor:
