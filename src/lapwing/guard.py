@@ -34,6 +34,7 @@ def borrowed(model: nn.Module, bayesian: Collection[str]) -> Iterator[None]:
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
+            _one_attention(),
             # cuDNN's recurrent layers have no backward pass in eval mode.
             torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled and not _recurrent(model)),
         ):
@@ -48,6 +49,20 @@ def borrowed(model: nn.Module, bayesian: Collection[str]) -> Iterator[None]:
                 with torch.no_grad():
                     buffer.copy_(value)
             module._buffers[name] = buffer
+
+
+@contextmanager
+def _one_attention() -> Iterator[None]:
+    """Without the kernel that `nn.TransformerEncoder` takes only where no gradient is wanted.
+
+    It returns 0 at padded positions, so that predictions would be those of another function than was fitted.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def _recurrent(model: nn.Module) -> bool:
