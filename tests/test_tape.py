@@ -403,3 +403,24 @@ def test_models_that_cast_their_modules_on_the_way(cast: str) -> None:
     la = Laplace(model, "classification", "full").fit(data)
     assert "fallback (loop)" in la.summary()
     torch.testing.assert_close(la.curvature.blocks[0].accumulator.matrix(), oracles.curvature(la, data))
+
+
+def test_float32_inside_a_float64_network() -> None:
+    """Rounding to float32 on the way is not a coupling of examples."""
+
+    class Rounding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+            self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for layer in self.layers:
+                x = x + torch.tanh(layer(nn.functional.layer_norm(x.float(), (4,)).to(x.dtype)))
+            return self.head(x)
+
+    torch.manual_seed(0)
+    data = [(networks.inputs("mlp", n), networks.targets("classification", n)) for n in (4, 3)]
+    la = Laplace(Rounding().double(), "classification").fit(data)
+    assert set(paths(la).values()) == {"linear"}

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 
 from lapwing.gradients import Layer
 from lapwing.layers import ExampleAxis
+from lapwing.layers.rule import tolerance
 
 if TYPE_CHECKING:
     from lapwing.tape import Record, Use
@@ -55,7 +56,8 @@ def _layers(
     covered: set[str] = set()
     by_weight: dict[str, list[int]] = {}
     for i, use in enumerate(record.uses):
-        by_weight.setdefault(use.weight, []).append(i)
+        if use.output.numel():  # an expert that no example went to was not used
+            by_weight.setdefault(use.weight, []).append(i)
     biases = [record.uses[uses[0]].bias for uses in by_weight.values()]
     for weight, indices in by_weight.items():
         uses = [record.uses[i] for i in indices]
@@ -107,11 +109,11 @@ def _find(use: Use, plain: Tensor | None, scaled: Tensor | None, scale: Tensor) 
         if use.output[dimension] > 0 and use.output[dimension] % examples == 0
         for inner in ((False, True) if use.output[dimension] > examples else (False,))
     ]
-    if plain is None or scaled is None or not _tells(plain):
+    if plain is None or scaled is None or examples == 1 or not _tells(plain):
         return candidates[0] if candidates else None
     largest = plain.abs().amax()
     plain, scaled = plain / largest, scaled / largest  # so that no square underflows
-    best, smallest = None, torch.finfo(plain.dtype).eps ** 0.5
+    best, smallest = None, tolerance(plain.dtype)
     for axis in candidates:
         first, second = axis.first(plain, examples), axis.first(scaled, examples)
         expected = first * scale.to(first.dtype).view(-1, *[1] * (first.dim() - 1))
@@ -144,9 +146,8 @@ def _agrees(
     for name, value in layer.unpack(assembled).items():
         expected = truth[name]
         expected = torch.zeros_like(value) if expected is None else expected
-        tolerance = torch.finfo(value.dtype).eps ** 0.5
         scale = torch.maximum(expected.abs().amax(), value.abs().amax())
-        if bool(((value - expected).abs() > tolerance * scale).any()):
+        if bool(((value - expected).abs() > tolerance(value.dtype) * scale).any()):
             return False
     return True
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from lapwing.batches import Inputs, SplitInputs
 from lapwing.errors import InputError
+from lapwing.layers.rule import tolerance
 
 logger = logging.getLogger("lapwing")
 Forward = Callable[[dict[str, Tensor], Inputs], Tensor]
@@ -106,9 +107,8 @@ class PerExample:
         return torch.cat(values), stacked
 
     def _check(self, values: Tensor, outputs: Tensor) -> None:
-        tolerance = 10 * torch.finfo(outputs.dtype).eps ** 0.5
         scale = outputs.detach().abs().amax().clamp(min=1e-30)
-        if values.shape != outputs.shape or bool(((values - outputs).detach().abs() > tolerance * scale).any()):
+        if values.shape != outputs.shape or bool(((values - outputs).detach().abs() > 10 * tolerance(outputs.dtype) * scale).any()):
             raise InputError(
                 "The outputs of single examples differ from those of the batch, so per-example gradients "
                 "do not exist or an input without example axis was split. Examples must be independent in "

@@ -10,6 +10,14 @@ import torch
 from torch import Tensor
 
 
+def tolerance(dtype: torch.dtype) -> float:
+    """How far two ways to compute a thing may differ, relative to its size.
+
+    Many networks in float64 still compute norms, rotations and positions in float32.
+    """
+    return max(torch.finfo(dtype).eps ** 0.5, 1e-5)
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of a layer's function, as its rule read it."""
