@@ -65,10 +65,73 @@ def test_single_examples_and_ragged_batches() -> None:
             torch.testing.assert_close(left.accumulator.matrix(), right.accumulator.matrix())
 
 
-def test_coupling_hidden_by_a_first_batch_of_one_is_an_error() -> None:
-    x, y = networks.inputs("attention", 3), networks.targets("classification", 3)
+@pytest.mark.parametrize("structure", ["diag", "full"])
+def test_coupling_hidden_by_a_first_batch_of_one(structure: str) -> None:
+    """`project` has no example axis: a pair in a batch of one, and in larger ones one example after another."""
+    x, y = networks.inputs("attention", 6), networks.targets("classification", 6)
+    data = networks.batches(x, y, 1, 2, 3)
+    la = Laplace(networks.make("attention"), "classification", structure).fit(data)
+    assert paths(la)["project"] == "linear"
+    expected, found = oracles.curvature(la, data), [block.accumulator.matrix() for block in la.curvature.blocks]
+    torch.testing.assert_close(
+        torch.block_diag(*found), expected if structure == "full" else torch.diag(expected.diagonal())
+    )
+    usual = Laplace(networks.make("attention"), "classification", structure).fit([(x, y)])
+    torch.testing.assert_close(la.latent(x).covariance, usual.latent(x).covariance)
     with pytest.raises(ValueError, match="'project' was read as .* couples or reorders"):
-        Laplace(networks.make("attention"), "classification").fit(networks.batches(x, y, 1, 2))
+        la.latent(x, joint=True)
+
+
+def test_examples_that_interact_are_an_error() -> None:
+    class Centered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.first(x))
+            return self.head(hidden - hidden.mean(0))
+
+    torch.manual_seed(0)
+    x, y = networks.inputs("mlp", 3), networks.targets("classification", 3)
+    with pytest.raises(ValueError, match="examples of this batch interact"):
+        Laplace(Centered().double(), "classification", "diag").fit(networks.batches(x, y, 1, 2))
+
+
+class Routed(nn.Module):
+    """Every example goes to one of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.head = nn.ModuleList(nn.Linear(3, 3) for _ in range(2)), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, mixed = (x[:, 0] > 0).long(), torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mixed = mixed.index_put((chosen == i,), torch.tanh(expert(x[chosen == i])))
+        return self.head(mixed)
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
+def test_experts_that_see_some_of_the_examples(structure: str) -> None:
+    """The first batch goes to the first expert as a whole; later ones are divided, or leave it without any."""
+    torch.manual_seed(0)
+    model = Routed().double()
+    x, y = networks.inputs("mlp", 9), networks.targets("classification", 9)
+    x[:3, 0], x[3:6, 0], x[6:, 0] = -1, torch.tensor([-1.0, 1.0, 1.0]).double(), 1
+    data = networks.batches(x, y, 3, 3, 3)
+    la = Laplace(model, "classification", structure).fit(data)
+    assert paths(la)["experts.0"] == "linear"
+    if structure == "kron":  # one position per example: the factors of the four examples that came
+        own = Laplace(nn.Sequential(model.experts[0], nn.Tanh(), model.head), "classification")  # type: ignore[arg-type,index]
+        expected = own.fit([(x[:4], y[:4])]).curvature.blocks[0].accumulator.matrix()
+        torch.testing.assert_close(la.curvature.blocks[0].accumulator.matrix(), expected)
+        return
+    exact, found = oracles.curvature(la, data), [block.accumulator.matrix() for block in la.curvature.blocks]
+    torch.testing.assert_close(torch.block_diag(*found), exact if structure == "full" else torch.diag(exact.diagonal()))
+    rows, matrix = oracles.packed_jacobian(la, x[2:5]), torch.block_diag(*found)
+    inverse = torch.linalg.inv(matrix + torch.eye(len(matrix), dtype=torch.float64))
+    torch.testing.assert_close(la.latent(x[2:5]).covariance, torch.einsum("nci,ij,ndj->ncd", rows, inverse, rows))
 
 
 class Reshaped(nn.Module):
@@ -264,8 +327,12 @@ def test_examples_in_an_order_of_the_data() -> None:
     assert float(plain.log_evidence()) == pytest.approx(float(reordered.log_evidence()), rel=1e-12)
     torch.testing.assert_close(plain.latent((x, ordered)).covariance, reordered.latent((x, mixed)).covariance)
     torch.testing.assert_close(reordered.latent((x, ordered)).covariance, reordered.latent((x, mixed)).covariance)
-    with pytest.raises(ValueError, match="'encode' was read as .* couples or reorders"):
-        plain.predict((x, mixed))
+    torch.testing.assert_close(plain.latent((x, mixed)).covariance, reordered.latent((x, mixed)).covariance)
+    both = Laplace(model, "classification", "full").fit([(x, ordered, y), (x, mixed, y)])
+    assert paths(both)["encode"] == "linear"
+    torch.testing.assert_close(
+        both.curvature.blocks[0].accumulator.matrix(), 2 * plain.curvature.blocks[0].accumulator.matrix()
+    )
 
 
 def test_a_first_batch_without_gradient_decides_nothing() -> None:

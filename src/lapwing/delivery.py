@@ -75,7 +75,7 @@ class Delivery:
 
     def _listen(self, index: int, gradient: Tensor, kept: Collection[int]) -> None:
         name = self.record.uses[index].weight
-        if index in kept or name not in self.layers:
+        if index in kept or name not in self.layers or index not in self.uses[name]:
             return
         found = self.arrived.setdefault(name, {i: [] for i in self.uses[name]})
         found[index].append(gradient if self.record.create_graph else gradient.detach())

@@ -7,7 +7,7 @@ holds them or how often they are used. What no rule reads takes the exact fallba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,7 +28,7 @@ from lapwing.graph import Graph, walk
 from lapwing.guard import twice_differentiable
 from lapwing.layers import RULES, Call, ExampleAxis, Rule
 from lapwing.layers.per_example import PerExample
-from lapwing.layers.rule import Moments
+from lapwing.layers.rule import Moments, tolerance
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,14 @@ class _Recorder(TorchFunctionMode):
         return output
 
 
+class MixedExamplesError(InputError):
+    """A batch in which a layer mixes the examples that earlier batches kept apart; `outputs` are the batch's."""
+
+    def __init__(self, message: str, outputs: Tensor) -> None:
+        super().__init__(message)
+        self.outputs = outputs.detach()
+
+
 @dataclass
 class Tape:
     """Records forward passes of one model; the layers are found on the first batch and then fixed."""
@@ -115,6 +123,22 @@ class Tape:
         record.axes = self._example_axes(record)
         return record
 
+    def singles(self, inputs: Inputs, outputs: Tensor, create_graph: bool = False) -> Iterator[Record]:
+        """One record per example, for batches that mix them (see `MixedExamplesError`): alone, all is an example's own."""
+        split = inputs.split(outputs.shape[0])
+        largest = outputs.abs().amax()
+        for n in range(outputs.shape[0]):
+            record = self.record(split.part(n, n + 1), create_graph)
+            found, expected = record.outputs.detach(), outputs[n : n + 1]
+            if found.shape != expected.shape or bool(
+                ((found - expected).abs() > 10 * tolerance(outputs.dtype) * largest).any()
+            ):
+                raise InputError(
+                    "The examples of this batch interact: alone they have other outputs. Examples must be independent "
+                    "in eval mode, and each batched input needs its examples along dimension 0."
+                )
+            yield record
+
     def _example_axes(self, record: Record) -> tuple[ExampleAxis | None, ...]:
         """The example axis of every use: probed once per shape, the batch size apart.
 
@@ -126,7 +150,7 @@ class Tape:
             if self.layers is None:
                 self.layers = layers
             else:
-                _check_same(self.layers, layers, {use.weight for use in record.uses})
+                _check_same(self.layers, layers, record)
             if record.graph.reorders or not decided:
                 return axes  # the next batch may differ
             self._axes[key] = axes
@@ -193,7 +217,11 @@ class Record:
     def uses_of(self, layer: Layer) -> list[int]:
         """The uses of a layer's weight that the outputs depend on."""
         weight = layer.parameters[0]
-        return [i for i, use in enumerate(self.uses) if use.weight == weight and self.graph.reached[i]]
+        return [
+            i
+            for i, use in enumerate(self.uses)
+            if use.weight == weight and self.graph.reached[i] and use.output.numel()
+        ]
 
     def layer_inputs(self, layer: Layer) -> LayerInputs | None:
         """`a` of a layer that is read as a pair; None if this pass did not reach it."""
@@ -278,13 +306,15 @@ class Record:
         }
 
 
-def _check_same(known: tuple[Layer, ...], found: tuple[Layer, ...], used: set[str]) -> None:
+def _check_same(known: tuple[Layer, ...], found: tuple[Layer, ...], record: Record) -> None:
     """A layer that was read as a pair before, and is used in this pass, must be one here too."""
+    used = {use.weight for use in record.uses if use.output.numel()}
     pairs = {(layer.parameters, layer.shape) for layer in found if layer.shape is not None}
     before = [layer for layer in known if layer.shape is not None and layer.parameters[0] in used]
     lost = [layer.name for layer in before if (layer.parameters, layer.shape) not in pairs]
     if lost:
-        raise InputError(
+        raise MixedExamplesError(
             f"Layer {lost[0]!r} was read as (input, gradient) on an earlier batch, but couples or reorders the "
-            "examples of this one. Show a batch like this, of two or more examples, first."
+            "examples of this one. Show a batch like this, of two or more examples, first.",
+            record.outputs,
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.batches import Unpack, unpack
+from lapwing.batches import Inputs, Unpack, unpack
 from lapwing.curvature.accumulator import sum_dtype
 from lapwing.curvature.blocks import Block, deliver
 from lapwing.curvature.curvature import Curvature
@@ -21,7 +21,7 @@ from lapwing.curvature.structures import StructureOptions, arrange, build, group
 from lapwing.errors import InputError
 from lapwing.likelihoods import Likelihood, Statistics
 from lapwing.progress import bar
-from lapwing.tape import Record, Tape
+from lapwing.tape import MixedExamplesError, Record, Tape
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,9 @@ class Fit:
                 inputs, targets = unpack(batch, where, self.unpack)
                 inputs, targets = inputs.to(device), targets.to(device)
                 inputs.check_finite(where)
-                record = tape.record(inputs, create_graph=self.kind == "hessian")
-                if targets.dim() == 0 or targets.shape[0] != record.examples:
-                    raise InputError(
-                        f"{where}: {targets.shape[0] if targets.dim() else 'a single number as'} targets for "
-                        f"{record.examples} outputs. The first dimension of both must be the examples."
-                    )
-                self.likelihood.check(record.outputs.detach(), targets, where)
-                yield record, targets
+                for record, own in _recorded(tape, inputs, targets, where, create_graph=self.kind == "hessian"):
+                    self.likelihood.check(record.outputs.detach(), own, where)
+                    yield record, own
 
     def _add(
         self, record: Record, targets: Tensor, blocks: tuple[Block, ...], generator: torch.Generator | None
@@ -124,6 +119,28 @@ class Fit:
         for record, targets in self._batches(tape, loader, passes, "fit ekfac, second pass"):
             self._add(record, targets, targets_of, generator)
         return refined
+
+
+def _recorded(
+    tape: Tape, inputs: Inputs, targets: Tensor, where: str, create_graph: bool
+) -> Iterator[tuple[Record, Tensor]]:
+    """The batch as one record, or one record per example where it mixes them."""
+    try:
+        record = tape.record(inputs, create_graph)
+    except MixedExamplesError as mixed:
+        _check_count(targets, mixed.outputs, where)
+        yield from zip(tape.singles(inputs, mixed.outputs, create_graph), targets.split(1), strict=True)
+    else:
+        _check_count(targets, record.outputs, where)
+        yield record, targets
+
+
+def _check_count(targets: Tensor, outputs: Tensor, where: str) -> None:
+    if targets.dim() == 0 or targets.shape[0] != outputs.shape[0]:
+        raise InputError(
+            f"{where}: {targets.shape[0] if targets.dim() else 'a single number as'} targets for "
+            f"{outputs.shape[0]} outputs. The first dimension of both must be the examples."
+        )
 
 
 def _eigen(factors: KroneckerAccumulator, budget: int) -> DiagonalAccumulator:

@@ -108,7 +108,9 @@ class PerExample:
 
     def _check(self, values: Tensor, outputs: Tensor) -> None:
         scale = outputs.detach().abs().amax().clamp(min=1e-30)
-        if values.shape != outputs.shape or bool(((values - outputs).detach().abs() > 10 * tolerance(outputs.dtype) * scale).any()):
+        if values.shape != outputs.shape or bool(
+            ((values - outputs).detach().abs() > 10 * tolerance(outputs.dtype) * scale).any()
+        ):
             raise InputError(
                 "The outputs of single examples differ from those of the batch, so per-example gradients "
                 "do not exist or an input without example axis was split. Examples must be independent in "

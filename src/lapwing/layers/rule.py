@@ -15,7 +15,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
     Many networks in float64 still compute norms, rotations and positions in float32.
     """
-    return max(torch.finfo(dtype).eps ** 0.5, 1e-5)
+    return max(float(torch.finfo(dtype).eps) ** 0.5, 1e-5)
 
 
 @dataclass(frozen=True)
