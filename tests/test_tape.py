@@ -491,3 +491,28 @@ def test_float32_inside_a_float64_network() -> None:
     data = [(networks.inputs("mlp", n), networks.targets("classification", n)) for n in (4, 3)]
     la = Laplace(Rounding().double(), "classification").fit(data)
     assert set(paths(la).values()) == {"linear"}
+
+
+class Transposed(nn.Module):
+    """Batch norm between transposed layouts, and a parameter that vmap refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.mix = nn.Linear(2, 3), nn.BatchNorm2d(3), nn.Linear(3, 3)
+        self.conv, self.gain, self.head = nn.Conv2d(3, 3, 1), nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.embed(x)).permute(0, 2, 1).reshape(-1, 3, 2, 2)
+        x = self.norm(self.conv(x)).view(-1, 3, 4).permute(0, 2, 1)
+        x = nn.functional.layer_norm(x, (3,)) * self.gain
+        return self.head(torch.tanh(self.mix(x)).mean(1) if float(x.detach().max()) > -99 else x)
+
+
+@pytest.mark.parametrize("sizes", [(3,), (1, 1, 1)])
+def test_batch_norm_of_single_examples(sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = Transposed().double()
+    x, y = torch.randn(3, 4, 2, dtype=torch.float64), torch.tensor([0, 1, 2])
+    la = Laplace(model, "classification", "full").fit(networks.batches(x, y, *sizes))
+    assert "fallback (loop)" in la.summary()
+    torch.testing.assert_close(la.curvature.blocks[0].accumulator.matrix(), oracles.curvature(la, [(x, y)]))

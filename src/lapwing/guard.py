@@ -35,6 +35,7 @@ def borrowed(model: nn.Module, bayesian: Collection[str]) -> Iterator[None]:
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
             _one_attention(),
+            _batch_norm_of_one(model),
             # cuDNN's recurrent layers have no backward pass in eval mode.
             torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled and not _recurrent(model)),
         ):
@@ -63,6 +64,40 @@ def _one_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextmanager
+def _batch_norm_of_one(model: nn.Module) -> Iterator[None]:
+    """Plain memory layout around batch norm for a single example.
+
+    torch 2.13 differentiates batch norm in eval mode wrongly on CPU where a batch of one comes, or its gradient
+    comes back, in a transposed layout.
+    """
+
+    def before(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (_plain(args[0]), *args[1:]) if args and args[0].shape[0] == 1 else args
+
+    def after(_: nn.Module, __: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        if (
+            output.shape[0] == 1
+            and output.requires_grad
+            and not torch._C._functorch.is_functorch_wrapped_tensor(output)
+        ):
+            output.register_hook(_plain)
+
+    handles = []
+    try:
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.contiguous_format)
 
 
 def _recurrent(model: nn.Module) -> bool:

@@ -124,7 +124,7 @@ class Tape:
         return record
 
     def singles(self, inputs: Inputs, outputs: Tensor, create_graph: bool = False) -> Iterator[Record]:
-        """One record per example, for batches that mix them (see `MixedExamplesError`): alone, all is an example's own."""
+        """One record per example, for batches that mix them: alone, everything belongs to the one example."""
         split = inputs.split(outputs.shape[0])
         largest = outputs.abs().amax()
         for n in range(outputs.shape[0]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
     Many networks in float64 still compute norms, rotations and positions in float32.
     """
-    return max(float(torch.finfo(dtype).eps) ** 0.5, 1e-5)
+    return max(math.sqrt(torch.finfo(dtype).eps), 1e-5)
 
 
 @dataclass(frozen=True)
