@@ -8,7 +8,7 @@ ifneq ($(wildcard ../shared/data),)
 export LAPWING_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: demo test test-slow format bench docs clean
+.PHONY: demo test test-slow zoo format bench docs clean
 
 demo: $(STAMP)
 	$(BIN)/lapwing demo
@@ -22,6 +22,9 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/pytest -m slow
+
+zoo: $(STAMP)
+	$(BIN)/pytest -m "zoo or not zoo" tests/test_zoo.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .

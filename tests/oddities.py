@@ -115,9 +115,9 @@ class OldNorms(nn.Module):
 class Recurrent(nn.Module):
     """Two directions, two layers, batch first or not, and packed sequences."""
 
-    def __init__(self, kind: type[nn.RNNBase], packed: bool = False) -> None:
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU], packed: bool = False) -> None:
         super().__init__()
-        self.cell = kind(2, 3, num_layers=2, bidirectional=True, batch_first=True)  # type: ignore[call-arg]
+        self.cell = kind(2, 3, num_layers=2, bidirectional=True, batch_first=True)
         self.head = nn.Linear(6, LABELS)
         self.packed = packed
 
@@ -188,8 +188,9 @@ class InPlace(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = functional.leaky_relu_(self.first(x), 0.1)
-        y = self.second(x).sigmoid_()
+        y = self.second(x)
         y += x
+        y = functional.relu_(y)
         canvas = torch.zeros_like(y)
         canvas[:, :, 1:] = y[:, :, :-1]
         return self.head(canvas.mean((2, 3)))
@@ -318,11 +319,11 @@ class Resolutions(nn.Module):
         self.head = nn.Linear(3, LABELS)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, total = self.stem(x), 0
+        x = self.stem(x)
+        total = self.head(torch.tanh(self.shared(x)).mean((2, 3)))
         for _ in range(2):
-            total = total + self.head(torch.tanh(self.shared(x)).mean((2, 3)))
             x = functional.avg_pool2d(x, 2)
-        assert isinstance(total, Tensor)
+            total = total + self.head(torch.tanh(self.shared(x)).mean((2, 3)))
         return total
 
 

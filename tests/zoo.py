@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LABELS, VOCABULARY, LENGTH = 3, 30, 5
+LABELS, VOCABULARY, LENGTH = 3, 10, 5
 BERT_LIKE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
     "intermediate_size": 16, "max_position_embeddings": 16, "pad_token_id": 0, "num_labels": LABELS,
@@ -146,9 +146,10 @@ _BART = {
 }  # fmt: skip
 _T5 = {**_GPT, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
 _STAGES = {"depths": [1, 1], "num_labels": LABELS}
-_MOE = {"num_local_experts": 3, "num_experts_per_tok": 2}
+_MOE: dict[str, Any] = {"num_local_experts": 3, "num_experts_per_tok": 2}
 _VIDEO = {"image_size": 8, "patch_size": 4, "num_frames": 2}
 
+# fmt: off
 TRANSFORMERS: dict[str, Architecture] = {
     # encoders
     "bert": text("Bert"),
@@ -209,9 +210,9 @@ TRANSFORMERS: dict[str, Architecture] = {
     # recurrences
     "mamba": Architecture(partial(headed, "Mamba", "Model", {**_GPT, "hidden_size": 8, "num_hidden_layers": 1, "state_size": 4, "time_step_rank": 2}), partial(tokens, mask=False)),
     "mamba2": Architecture(partial(headed, "Mamba2", "Model", {**_GPT, "hidden_size": 8, "num_hidden_layers": 1, "state_size": 4, "num_heads": 4, "head_dim": 4, "n_groups": 1, "chunk_size": 4}), partial(tokens, mask=False)),
-    "rwkv": Architecture(partial(headed, "Rwkv", "Model", {**_GPT, "hidden_size": 8, "num_hidden_layers": 2, "attention_hidden_size": 8, "intermediate_size": 16}), partial(tokens, mask=False)),
+    "rwkv": Architecture(partial(headed, "Rwkv", "Model", {**_GPT, "hidden_size": 8, "num_hidden_layers": 2, "attention_hidden_size": 8, "intermediate_size": 16, "use_cache": False}), partial(tokens, mask=False)),
     "recurrent-gemma": text("RecurrentGemma", "ForCausalLM", base=LLAMA_LIKE, lru_width=8, attention_window_size=4, block_types=["recurrent", "attention"]),
-    "jamba": text("Jamba", base=LLAMA_LIKE, num_experts=2, num_experts_per_tok=1, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, mamba_d_state=4, mamba_dt_rank=2, use_mamba_kernels=False),
+    "jamba": text("Jamba", base=LLAMA_LIKE, num_experts=2, num_experts_per_tok=1, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, mamba_d_state=4, mamba_dt_rank=2),
     # encoder and decoder
     "bart": text("Bart", base=_BART),
     "t5": text("T5", base=_T5),
@@ -239,7 +240,7 @@ TRANSFORMERS: dict[str, Architecture] = {
     "regnet": image("RegNet", 32, base={**_STAGES, "embedding_size": 4, "hidden_sizes": [4, 8], "groups_width": 2}),
     "bit": image("Bit", 32, base={**_STAGES, "embedding_size": 8, "hidden_sizes": [8, 16], "num_groups": 4}),
     "mobilenet-v1": image("MobileNetV1", 32, base=_L, depth_multiplier=0.05, min_depth=4),
-    "mobilenet-v2": image("MobileNetV2", 32, base=_L, depth_multiplier=0.1, min_depth=4, depth_divisible_by=4),
+    "mobilenet-v2": image("MobileNetV2", 32, base=_L, depth_multiplier=0.1, min_depth=4, depth_divisible_by=4, finegrained_output=False),
     "mobilevit": image("MobileViT", 32, base=_L, image_size=32, hidden_sizes=[8, 8, 8], neck_hidden_sizes=[4, 4, 4, 4, 4, 4, 8], num_attention_heads=2, expand_ratio=2.0),
     "mobilevit-v2": image("MobileViTV2", 64, base=_L, image_size=64, width_multiplier=0.0625, n_attn_blocks=[1, 1, 1], base_attn_unit_dims=[64, 64, 64]),
     "efficientnet": image("EfficientNet", 32, base=_L, image_size=32, width_coefficient=0.1, depth_coefficient=0.1, hidden_dim=128, depth_divisor=4),
@@ -247,7 +248,7 @@ TRANSFORMERS: dict[str, Architecture] = {
     "segformer": image("Segformer", 32, base=_L, num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[4, 8], patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2]),
     "pvt": image("Pvt", 32, base=_L, image_size=32, num_encoder_blocks=4, depths=[1, 1, 1, 1], hidden_sizes=[4, 4, 8, 8], sequence_reduction_ratios=[2, 2, 1, 1], num_attention_heads=[1, 1, 2, 2], mlp_ratios=[2, 2, 2, 2]),
     "pvt-v2": image("PvtV2", 32, base=_L, image_size=32, num_encoder_blocks=4, depths=[1, 1, 1, 1], hidden_sizes=[4, 4, 8, 8], sr_ratios=[2, 2, 1, 1], num_attention_heads=[1, 1, 2, 2], mlp_ratios=[2, 2, 2, 2]),
-    "cvt": image("Cvt", 32, base=_L, patch_sizes=[7, 3], patch_stride=[4, 2], patch_padding=[2, 1], embed_dim=[4, 8], num_heads=[1, 2], depth=[1, 1], mlp_ratio=[2.0, 2.0], attention_drop_rate=[0.0, 0.0], drop_rate=[0.0, 0.0], drop_path_rate=[0.0, 0.0], qkv_bias=[True, True], cls_token=[False, True], qkv_projection_method=["dw_bn", "dw_bn"], kernel_qkv=[3, 3], padding_kv=[1, 1], stride_kv=[2, 2], padding_q=[1, 1], stride_q=[1, 1], num_channels=3),
+    "cvt": image("Cvt", 32, base=_L, patch_sizes=[7, 3], patch_stride=[4, 2], patch_padding=[2, 1], embed_dim=[4, 8], num_heads=[1, 2], depth=[1, 2], mlp_ratio=[2.0, 2.0], attention_drop_rate=[0.0, 0.0], drop_rate=[0.0, 0.0], drop_path_rate=[0.0, 0.0], qkv_bias=[True, True], cls_token=[False, True], qkv_projection_method=["dw_bn", "dw_bn"], kernel_qkv=[3, 3], padding_kv=[1, 1], stride_kv=[2, 2], padding_q=[1, 1], stride_q=[1, 1]),
     "levit": image("Levit", 32, base=_L, image_size=32, hidden_sizes=[8, 8, 8], num_attention_heads=[1, 1, 1], depths=[1, 1, 1], key_dim=[4, 4, 4], mlp_ratio=[1, 1, 1], attention_ratio=[1, 1, 1]),
     "focalnet": image("FocalNet", 32, base={**_STAGES, "image_size": 32, "patch_size": 4, "embed_dim": 4, "hidden_sizes": [4, 8], "focal_levels": [1, 1], "focal_windows": [3, 3]}),
     "swiftformer": image("SwiftFormer", 32, base=_L, image_size=32, depths=[1, 1, 1, 1], embed_dims=[4, 4, 8, 8], mlp_ratio=1),
@@ -269,3 +270,4 @@ TRANSFORMERS: dict[str, Architecture] = {
     "timesformer": Architecture(partial(model, "Timesformer", "ForVideoClassification", VIT_LIKE | _VIDEO), lambda n, g: floats(n, g, "pixel_values", 2, 3, 8, 8)),
     "videomae": Architecture(partial(model, "VideoMAE", "ForVideoClassification", VIT_LIKE | _VIDEO), lambda n, g: floats(n, g, "pixel_values", 2, 3, 8, 8)),
 }
+# fmt: on
