@@ -10,7 +10,7 @@ ifneq ($(wildcard ../shared/data),)
 export LAPWING_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: demo test test-slow format bench rivals docs clean
+.PHONY: demo test test-slow zoo format bench rivals docs clean
 
 demo: $(STAMP)
 	$(BIN)/lapwing demo
@@ -24,6 +24,9 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/pytest -m slow
+
+zoo: $(STAMP)
+	$(BIN)/pytest -m "zoo or not zoo" tests/test_zoo.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .

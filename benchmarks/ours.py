@@ -57,7 +57,7 @@ def trace(block: Block) -> float:
             (side.diagonal(dim1=1, dim2=2) if side.dim() == 3 else side).double().sum(1)
             for side in (accumulator.outputs, accumulator.inputs)
         ]
-        return float((sides[0] * sides[1]).sum() / accumulator.positions)
+        return float((sides[0] * sides[1] / accumulator.positions).sum())
     if accumulator.kind in ("diag", "ekfac"):
         return float(accumulator.tensors()["sums"].double().sum())
     return float(accumulator.decompose(None).eigenvalues.sum())

@@ -223,3 +223,27 @@ def test_to_a_device_keeps_the_posterior(structure: str) -> None:
     assert torch.equal(la.log_evidence(), evidence)
     assert "N=8" in repr(la)
     assert "not fitted" in repr(Laplace(la.model, "classification"))
+
+
+def test_sampled_and_linearized_see_the_same_function() -> None:
+    """torch's encoder writes 0 at padded positions, but only where no gradient is wanted."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+            self.encoder, self.head = nn.TransformerEncoder(layer, 1), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.encoder(x, src_key_padding_mask=x[..., 0] > 1).mean(1))
+
+    torch.manual_seed(0)
+    model = Encoder().double()
+    x = networks.inputs("attention", 6)
+    x[:, :, 0] = torch.tensor([0.0, 0.0, 2.0]).double()
+    x[0, :, 0] = 0.0
+    la = Laplace(model, "classification", "diag", prior=1e16).fit([(x, networks.targets("classification", 6))])
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    sampled = la.predict(x, method="sampled", samples=1).probs
+    torch.testing.assert_close(sampled, la.latent(x).mean.softmax(1), rtol=1e-6, atol=0)
+    assert torch.backends.mha.get_fastpath_enabled() == enabled

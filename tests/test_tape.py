@@ -74,7 +74,7 @@ def test_single_examples_and_ragged_batches() -> None:
             torch.testing.assert_close(left.accumulator.matrix(), right.accumulator.matrix())
 
 
-class Coupled(nn.Module):
+class Shared(nn.Module):
     """A layer whose input is shared by all examples, and enters in a way that hides it."""
 
     def __init__(self) -> None:
@@ -83,13 +83,76 @@ class Coupled(nn.Module):
         self.head = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(x * self.project(torch.ones(1, 3, dtype=x.dtype)))
+        return self.head(x * torch.tanh(self.project(torch.ones(1, 3, dtype=x.dtype))))
 
 
-def test_coupling_hidden_by_a_first_batch_of_one_is_an_error() -> None:
-    x, y = networks.inputs("mlp", 3), networks.targets("classification", 3)
+@pytest.mark.parametrize("structure", ["diag", "full"])
+def test_coupling_hidden_by_a_first_batch_of_one(structure: str) -> None:
+    """`project` has no example axis: a pair in a batch of one, and in larger ones one example after another."""
+    x, y = networks.inputs("mlp", 6), networks.targets("classification", 6)
+    data, model = networks.batches(x, y, 1, 2, 3), Shared().double()
+    la = Laplace(model, "classification", structure).fit(data)
+    assert paths(la)["project"] == "linear"
+    expected, found = oracles.curvature(la, data), [block.accumulator.matrix() for block in la.curvature.blocks]
+    torch.testing.assert_close(
+        torch.block_diag(*found), expected if structure == "full" else torch.diag(expected.diagonal())
+    )
+    usual = Laplace(model, "classification", structure).fit([(x, y)])
+    torch.testing.assert_close(la.latent(x).covariance, usual.latent(x).covariance)
     with pytest.raises(ValueError, match="'project' was read as .* couples or reorders"):
-        Laplace(Coupled().double(), "classification").fit(networks.batches(x, y, 1, 2))
+        la.latent(x, joint=True)
+
+
+def test_examples_that_interact_are_an_error() -> None:
+    class Centered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.first(x))
+            return self.head(hidden - hidden.mean(0))
+
+    torch.manual_seed(0)
+    x, y = networks.inputs("mlp", 3), networks.targets("classification", 3)
+    with pytest.raises(ValueError, match="examples of this batch interact"):
+        Laplace(Centered().double(), "classification", "diag").fit(networks.batches(x, y, 1, 2))
+
+
+class Routed(nn.Module):
+    """Every example goes to one of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.head = nn.ModuleList(nn.Linear(3, 3) for _ in range(2)), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, mixed = (x[:, 0] > 0).long(), torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mixed = mixed.index_put((chosen == i,), torch.tanh(expert(x[chosen == i])))
+        return self.head(mixed)
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
+def test_experts_that_see_some_of_the_examples(structure: str) -> None:
+    """The first batch goes to the first expert as a whole; later ones are divided, or leave it without any."""
+    torch.manual_seed(0)
+    model = Routed().double()
+    x, y = networks.inputs("mlp", 9), networks.targets("classification", 9)
+    x[:3, 0], x[3:6, 0], x[6:, 0] = -1, torch.tensor([-1.0, 1.0, 1.0]).double(), 1
+    data = networks.batches(x, y, 3, 3, 3)
+    la = Laplace(model, "classification", structure).fit(data)
+    assert paths(la)["experts.0"] == "linear"
+    if structure == "kron":  # one position per example: the factors of the four examples that came
+        own = Laplace(nn.Sequential(model.experts[0], nn.Tanh(), model.head), "classification")  # type: ignore[arg-type,index]
+        expected = own.fit([(x[:4], y[:4])]).curvature.blocks[0].accumulator.matrix()
+        torch.testing.assert_close(la.curvature.blocks[0].accumulator.matrix(), expected)
+        return
+    exact, found = oracles.curvature(la, data), [block.accumulator.matrix() for block in la.curvature.blocks]
+    torch.testing.assert_close(torch.block_diag(*found), exact if structure == "full" else torch.diag(exact.diagonal()))
+    rows, matrix = oracles.packed_jacobian(la, x[2:5]), torch.block_diag(*found)
+    inverse = torch.linalg.inv(matrix + torch.eye(len(matrix), dtype=torch.float64))
+    torch.testing.assert_close(la.latent(x[2:5]).covariance, torch.einsum("nci,ij,ndj->ncd", rows, inverse, rows))
 
 
 class Reshaped(nn.Module):
@@ -285,8 +348,12 @@ def test_examples_in_an_order_of_the_data() -> None:
     assert float(plain.log_evidence()) == pytest.approx(float(reordered.log_evidence()), rel=1e-12)
     torch.testing.assert_close(plain.latent((x, ordered)).covariance, reordered.latent((x, mixed)).covariance)
     torch.testing.assert_close(reordered.latent((x, ordered)).covariance, reordered.latent((x, mixed)).covariance)
-    with pytest.raises(ValueError, match="'encode' was read as .* couples or reorders"):
-        plain.predict((x, mixed))
+    torch.testing.assert_close(plain.latent((x, mixed)).covariance, reordered.latent((x, mixed)).covariance)
+    both = Laplace(model, "classification", "full").fit([(x, ordered, y), (x, mixed, y)])
+    assert paths(both)["encode"] == "linear"
+    torch.testing.assert_close(
+        both.curvature.blocks[0].accumulator.matrix(), 2 * plain.curvature.blocks[0].accumulator.matrix()
+    )
 
 
 def test_a_first_batch_without_gradient_decides_nothing() -> None:
@@ -383,3 +450,90 @@ def test_outputs_of_another_dtype_than_the_weights() -> None:
         la = Laplace(model, "classification", structure).fit([(x, y)])
         plain = Laplace(model.linear, "classification", structure).fit([(x, y)])
         torch.testing.assert_close(la.predict(x).probs.float(), plain.predict(x).probs)
+
+
+@pytest.mark.parametrize("scales", [(1e-13, 1e-13), (1e-20, 1e-20)])
+def test_tiny_gradients_do_not_look_like_coupled_examples(scales: tuple[float, float]) -> None:
+    """Squares of gradients of 10⁻²⁶ are 0 in float32, gradients of 10⁻⁴⁰ have lost most of their digits."""
+
+    class Faint(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.head = nn.Linear(3, 256), nn.Linear(256, 256), nn.Linear(256, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.second(torch.tanh(self.first(x))))
+            return self.head(hidden.detach() + scales[0] * (scales[1] * hidden))
+
+    torch.manual_seed(0)
+    model = Faint()
+    data = [(torch.randn(n, 3), torch.arange(n) % 3) for n in (64, 32)]
+    la = Laplace(model, "classification", "diag").fit(data)
+    assert paths(la) == {"first": "linear", "second": "linear", "head": "linear"}
+
+
+@pytest.mark.parametrize("cast", ["first", "norm"])
+def test_models_that_cast_their_modules_on_the_way(cast: str) -> None:
+    """`module.to(dtype)` assigns `.data`: torch 2.13 does not survive that under vmap."""
+
+    class Casting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.head = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.get_submodule(cast).to(x.dtype)
+            return self.head(self.norm(self.first(x)))
+
+    torch.manual_seed(0)
+    model = Casting().double()
+    data = [(networks.inputs("mlp", 4), networks.targets("classification", 4))]
+    la = Laplace(model, "classification", "full").fit(data)
+    assert "fallback (loop)" in la.summary()
+    torch.testing.assert_close(la.curvature.blocks[0].accumulator.matrix(), oracles.curvature(la, data))
+
+
+def test_float32_inside_a_float64_network() -> None:
+    """Rounding to float32 on the way is not a coupling of examples."""
+
+    class Rounding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+            self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for layer in self.layers:
+                x = x + torch.tanh(layer(nn.functional.layer_norm(x.float(), (4,)).to(x.dtype)))
+            return self.head(x)
+
+    torch.manual_seed(0)
+    data = [(networks.inputs("mlp", n), networks.targets("classification", n)) for n in (4, 3)]
+    la = Laplace(Rounding().double(), "classification").fit(data)
+    assert set(paths(la).values()) == {"linear"}
+
+
+class Transposed(nn.Module):
+    """Batch norm between transposed layouts, and a parameter that vmap refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.mix = nn.Linear(2, 3), nn.BatchNorm2d(3), nn.Linear(3, 3)
+        self.conv, self.gain, self.head = nn.Conv2d(3, 3, 1), nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.embed(x)).permute(0, 2, 1).reshape(-1, 3, 2, 2)
+        x = self.norm(self.conv(x)).view(-1, 3, 4).permute(0, 2, 1)
+        x = nn.functional.layer_norm(x, (3,)) * self.gain
+        return self.head(torch.tanh(self.mix(x)).mean(1) if float(x.detach().max()) > -99 else x)
+
+
+@pytest.mark.parametrize("sizes", [(3,), (1, 1, 1)])
+def test_batch_norm_of_single_examples(sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = Transposed().double()
+    x, y = torch.randn(3, 4, 2, dtype=torch.float64), torch.tensor([0, 1, 2])
+    la = Laplace(model, "classification", "full").fit(networks.batches(x, y, *sizes))
+    assert "fallback (loop)" in la.summary()
+    torch.testing.assert_close(la.curvature.blocks[0].accumulator.matrix(), oracles.curvature(la, [(x, y)]))

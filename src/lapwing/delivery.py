@@ -82,7 +82,7 @@ class Delivery:
 
     def _listen(self, index: int, gradient: Tensor, kept: Collection[int]) -> None:
         name = self.record.uses[index].weight
-        if index in kept or name not in self.uses:
+        if index in kept or index not in self.uses.get(name, ()):
             return
         found = self.arrived.setdefault(name, {i: [] for i in self.uses[name]})
         found[index].append(gradient if self.record.create_graph else gradient.detach())

@@ -34,6 +34,8 @@ def borrowed(model: nn.Module, bayesian: Collection[str]) -> Iterator[None]:
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
+            _one_attention(),
+            _batch_norm_of_one(model),
             # cuDNN's recurrent layers have no backward pass in eval mode.
             torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled and not _recurrent(model)),
         ):
@@ -48,6 +50,54 @@ def borrowed(model: nn.Module, bayesian: Collection[str]) -> Iterator[None]:
                 with torch.no_grad():
                     buffer.copy_(value)
             module._buffers[name] = buffer
+
+
+@contextmanager
+def _one_attention() -> Iterator[None]:
+    """Without the kernel that `nn.TransformerEncoder` takes only where no gradient is wanted.
+
+    It returns 0 at padded positions, so that predictions would be those of another function than was fitted.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextmanager
+def _batch_norm_of_one(model: nn.Module) -> Iterator[None]:
+    """Plain memory layout around batch norm for a single example.
+
+    torch 2.13 differentiates batch norm in eval mode wrongly on CPU where a batch of one comes, or its gradient
+    comes back, in a transposed layout.
+    """
+
+    def before(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (_plain(args[0]), *args[1:]) if args and args[0].shape[0] == 1 else args
+
+    def after(_: nn.Module, __: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        if (
+            output.shape[0] == 1
+            and output.requires_grad
+            and not torch._C._functorch.is_functorch_wrapped_tensor(output)
+        ):
+            output.register_hook(_plain)
+
+    handles = []
+    try:
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.contiguous_format)
 
 
 def _recurrent(model: nn.Module) -> bool:

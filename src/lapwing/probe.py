@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from lapwing.gradients import Layer, dense, total
 from lapwing.layers import Call, ExampleAxis, RowRule, TokenRule
+from lapwing.layers.rule import tolerance
 from lapwing.reading import gradients_of
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def examine(record: Record) -> tuple[Axes, tuple[Layer, ...], bool]:
         _find(use, first, second, scale) for use, first, second in zip(record.uses, plain, scaled, strict=True)
     )
     reached = [gradient for gradient, found in zip(plain, record.graph.reached, strict=True) if found]
-    decided = all(gradient is not None and bool(gradient.any()) for gradient in reached)
+    decided = all(gradient is not None and _tells(gradient) for gradient in reached)
     return axes, _layers(record, axes, plain, truth), decided
 
 
@@ -58,7 +59,8 @@ def _layers(
     covered: set[str] = set()
     by_weight: dict[str, list[int]] = {}
     for i, use in enumerate(record.uses):
-        by_weight.setdefault(use.weight, []).append(i)
+        if use.output.numel():  # an expert that no example went to was not used
+            by_weight.setdefault(use.weight, []).append(i)
     biases = [record.uses[uses[0]].bias for uses in by_weight.values()]
     record.axes = axes
     for weight, indices in by_weight.items():
@@ -127,6 +129,12 @@ def _backward(record: Record, inputs: Sequence[Tensor | GradientEdge], vector: T
     )
 
 
+def _tells(gradient: Tensor) -> bool:
+    """A gradient that is 0, or so small that it has lost its digits, says nothing about its examples."""
+    limits = torch.finfo(gradient.dtype)
+    return bool(gradient.abs().amax() > limits.tiny / limits.eps) if gradient.numel() else False
+
+
 def _find(use: Use, plain: Tensor | None, scaled: Tensor | None, scale: Tensor) -> ExampleAxis | None:
     """The axis along which the second gradient is closest to α_n times the first, if it is that close."""
     examples = scale.shape[0]
@@ -141,10 +149,12 @@ def _find(use: Use, plain: Tensor | None, scaled: Tensor | None, scale: Tensor) 
         if shape[dimension] > 0 and shape[dimension] % examples == 0
         for inner in ((False, True) if shape[dimension] > examples else (False,))
     ]
-    if plain is None or scaled is None:
+    if plain is None or scaled is None or examples == 1 or not _tells(plain):
         return candidates[0] if candidates else None
     plain, scaled = arrange(plain), arrange(scaled)
-    best, smallest = None, torch.finfo(plain.dtype).eps ** 0.5
+    largest = plain.abs().amax()
+    plain, scaled = plain / largest, scaled / largest  # so that no square underflows
+    best, smallest = None, tolerance(plain.dtype)
     for axis in candidates:
         first, second = axis.first(plain, examples), axis.first(scaled, examples)
         expected = first * scale.to(first.dtype).view(-1, *[1] * (first.dim() - 1))
@@ -170,10 +180,9 @@ def _agrees(
     for name, value in layer.unpack(assembled).items():
         expected = truth[name]
         expected = torch.zeros_like(value) if expected is None else dense(expected).to(value.dtype)
-        coarsest = max(torch.finfo(tensor.dtype).eps for tensor in (record.outputs, record.parameters[name]))
-        tolerance = coarsest**0.5
+        allowed = max(tolerance(tensor.dtype) for tensor in (record.outputs, record.parameters[name]))
         scale = torch.maximum(expected.abs().amax(), value.abs().amax())
-        if bool(((value - expected).abs() > tolerance * scale).any()):
+        if bool(((value - expected).abs() > allowed * scale).any()):
             return False
     return True
 

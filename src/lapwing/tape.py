@@ -7,7 +7,7 @@ holds them or how often they are used. What no rule reads takes the exact fallba
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,8 +27,17 @@ from lapwing.graph import Graph, walk
 from lapwing.guard import twice_differentiable
 from lapwing.layers import Call, ExampleAxis
 from lapwing.layers.per_example import PerExample
+from lapwing.layers.rule import tolerance
 from lapwing.reading import inputs_of
 from lapwing.recorder import Mailbox, Recorder, Use
+
+
+class MixedExamplesError(InputError):
+    """A batch in which a layer mixes the examples that earlier batches kept apart; `outputs` are the batch's."""
+
+    def __init__(self, message: str, outputs: Tensor) -> None:
+        super().__init__(message)
+        self.outputs = outputs.detach()
 
 
 @dataclass
@@ -67,6 +76,22 @@ class Tape:
         record.axes = self._example_axes(record)
         return record
 
+    def singles(self, inputs: Inputs, outputs: Tensor, create_graph: bool = False) -> Iterator[Record]:
+        """One record per example, for batches that mix them: alone, everything belongs to the one example."""
+        split = inputs.split(outputs.shape[0])
+        largest = outputs.abs().amax()
+        for n in range(outputs.shape[0]):
+            record = self.record(split.part(n, n + 1), create_graph)
+            found, expected = record.outputs.detach(), outputs[n : n + 1]
+            if found.shape != expected.shape or bool(
+                ((found - expected).abs() > 10 * tolerance(outputs.dtype) * largest).any()
+            ):
+                raise InputError(
+                    "The examples of this batch interact: alone they have other outputs. Examples must be independent "
+                    "in eval mode, and each batched input needs its examples along dimension 0."
+                )
+            yield record
+
     def _example_axes(self, record: Record) -> tuple[ExampleAxis | None, ...]:
         """The example axis of every use: probed once per shape, the batch size apart.
 
@@ -78,7 +103,7 @@ class Tape:
             if self.layers is None:
                 self.layers = layers
             else:
-                _check_same(self.layers, layers, {use.weight for use in record.uses})
+                _check_same(self.layers, layers, record)
             if record.graph.reorders or not decided:
                 return axes  # the next batch may differ
             self._axes[key] = axes
@@ -147,8 +172,8 @@ class Record:
         """A pass over some examples of this one, each as often as it is named: `[M]` indices."""
         record = self.tape.record(self.inputs.split(self.examples).pick(examples), self.create_graph)
         expected = self.outputs.detach()[examples]
-        tolerance = 10 * torch.finfo(expected.dtype).eps ** 0.5 * self.outputs.detach().abs().amax()
-        if record.outputs.shape != expected.shape or bool(((record.outputs - expected).abs() > tolerance).any()):
+        allowed = 10 * tolerance(expected.dtype) * self.outputs.detach().abs().amax()
+        if record.outputs.shape != expected.shape or bool(((record.outputs - expected).abs() > allowed).any()):
             raise InputError(
                 "Some examples of a batch on their own give other outputs than within it, so it cannot be made "
                 "smaller: an input without example axis is as long as the batch, or examples interact. "
@@ -162,7 +187,9 @@ class Record:
         return [
             i
             for i, use in enumerate(self.uses)
-            if (use.weight == first or (layer.form == "rows" and use.bias == first)) and self.graph.reached[i]
+            if (use.weight == first or (layer.form == "rows" and use.bias == first))
+            and self.graph.reached[i]
+            and use.output.numel()
         ]
 
     def call(self, index: int) -> Call:
@@ -246,13 +273,15 @@ class Record:
         }
 
 
-def _check_same(known: tuple[Layer, ...], found: tuple[Layer, ...], used: set[str]) -> None:
+def _check_same(known: tuple[Layer, ...], found: tuple[Layer, ...], record: Record) -> None:
     """A layer that was read by a rule before, and is used in this pass, must be here too."""
+    used = {use.weight for use in record.uses if use.output.numel()}
     read = {(name, layer.shape) for layer in found if layer.path != "fallback" for name in layer.parameters}
     before = [layer for layer in known if layer.path != "fallback" and layer.parameters[0] in used]
     lost = [layer.name for layer in before if any((name, layer.shape) not in read for name in layer.parameters)]
     if lost:
-        raise InputError(
+        raise MixedExamplesError(
             f"Layer {lost[0]!r} was read as (input, gradient) on an earlier batch, but couples or reorders the "
-            "examples of this one. Show a batch like this, of two or more examples, first."
+            "examples of this one. Show a batch like this, of two or more examples, first.",
+            record.outputs,
         )

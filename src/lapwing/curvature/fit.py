@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.batches import Unpack, check_targets, read
+from lapwing.batches import Inputs, Unpack, check_targets, read
 from lapwing.columns import Columns
 from lapwing.curvature import lowrank
 from lapwing.curvature.accumulator import sum_dtype
@@ -26,7 +26,7 @@ from lapwing.curvature.tied import TiedAccumulator
 from lapwing.errors import InputError
 from lapwing.gradients import Gradients
 from lapwing.likelihoods import Likelihood, Statistics
-from lapwing.tape import Record, Tape
+from lapwing.tape import MixedExamplesError, Record, Tape
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,9 @@ class Fit:
         device = next(iter(tape.parameters.values())).device
         for _ in range(passes):
             for where, inputs, targets in read(loader, device, self.unpack, title, self.progress):
-                record = tape.record(inputs, create_graph=self.kind == "hessian")
-                check_targets(where, record.outputs, targets)
-                self.likelihood.check(record.outputs.detach(), targets, where)
-                yield record, targets
+                for record, own in _recorded(tape, inputs, targets, where, create_graph=self.kind == "hessian"):
+                    self.likelihood.check(record.outputs.detach(), own, where)
+                    yield record, own
 
     def _add(
         self, record: Record, targets: Tensor, blocks: tuple[Block, ...], generator: torch.Generator | None
@@ -153,6 +152,20 @@ class Fit:
 
 def _update(block: Block, gradients: Gradients) -> None:
     block.accumulator.update(gradients)
+
+
+def _recorded(
+    tape: Tape, inputs: Inputs, targets: Tensor, where: str, create_graph: bool
+) -> Iterator[tuple[Record, Tensor]]:
+    """The batch as one record, or one record per example where it mixes them."""
+    try:
+        record = tape.record(inputs, create_graph)
+    except MixedExamplesError as mixed:
+        check_targets(where, mixed.outputs, targets)
+        yield from zip(tape.singles(inputs, mixed.outputs, create_graph), targets.split(1), strict=True)
+    else:
+        check_targets(where, record.outputs, targets)
+        yield record, targets
 
 
 def _eigen(factors: KroneckerAccumulator | TiedAccumulator, budget: int) -> DiagonalAccumulator:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from lapwing.batches import Inputs, SplitInputs
 from lapwing.errors import InputError
+from lapwing.layers.rule import tolerance
 
 logger = logging.getLogger("lapwing")
 Forward = Callable[[dict[str, Tensor], Inputs], Tensor]
@@ -75,7 +78,7 @@ class PerExample:
 
         leaves = [leaf[part] for leaf in split.examples()]
         # vmap knows the plain attention kernel only, and says of some operations that it loops over them.
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _RefuseData(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop")
             mapped = torch.func.vmap(one, in_dims=(1, *(0 for _ in leaves)), out_dims=(0, 1))
             values, gradients = mapped(columns, *leaves)
@@ -104,14 +107,26 @@ class PerExample:
         return torch.cat(values), stacked
 
     def _check(self, values: Tensor, outputs: Tensor) -> None:
-        tolerance = 10 * torch.finfo(outputs.dtype).eps ** 0.5
         scale = outputs.detach().abs().amax().clamp(min=1e-30)
-        if values.shape != outputs.shape or bool(((values - outputs).detach().abs() > tolerance * scale).any()):
+        if values.shape != outputs.shape or bool(
+            ((values - outputs).detach().abs() > 10 * tolerance(outputs.dtype) * scale).any()
+        ):
             raise InputError(
                 "The outputs of single examples differ from those of the batch, so per-example gradients "
                 "do not exist or an input without example axis was split. Examples must be independent in "
                 "eval mode, and each batched input needs its examples along dimension 0."
             )
+
+
+class _RefuseData(TorchFunctionMode):
+    """Raises where `.data` is assigned, as `module.to(dtype)` does: under vmap torch would crash the process."""
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise RuntimeError("the model assigns the data of a tensor in its forward pass")
+        return func(*args, **(kwargs or {}))
 
 
 def _filled(gradient: Tensor | None, like: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,14 @@ class Layout:
         values = flat.unflatten(-1, tuple(self.view[axis] for axis in self.order))
         own: Tensor = values.permute(*range(lead), *(lead + axis for axis in inverse))
         return own
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """How far two ways to compute a thing may differ, relative to its size.
+
+    Many networks in float64 still compute norms, rotations and positions in float32.
+    """
+    return max(math.sqrt(torch.finfo(dtype).eps), 1e-5)
 
 
 @dataclass(frozen=True)

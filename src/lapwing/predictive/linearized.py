@@ -21,7 +21,7 @@ from lapwing.gradients import Gradients, Rows
 from lapwing.posterior import BlockPosterior, Posterior
 from lapwing.predictive.lowrank import Coordinates
 from lapwing.reflectors import LowRankBasis
-from lapwing.tape import Record, Tape
+from lapwing.tape import MixedExamplesError, Record, Tape
 
 
 @dataclass(frozen=True)
@@ -45,27 +45,44 @@ def latent(tape: Tape, posterior: Posterior, inputs: Inputs, joint: bool, keep: 
     Where an example has more than `keep` outputs, only their variances are computed.
     """
     create_graph = inputs.requires_grad()
-    record = tape.record(inputs, create_graph)
-    count = record.outputs[0].numel()
-    diagonal = count > keep
+    try:
+        record = tape.record(inputs, create_graph)
+    except MixedExamplesError as mixed:
+        if joint:
+            raise
+        diagonal = _only_variances(mixed.outputs, keep, max_columns)
+        singles = tape.singles(inputs, mixed.outputs, create_graph)
+        found = _joined([_moments(single, posterior, joint, diagonal) for single in singles])
+    else:
+        diagonal = _only_variances(record.outputs, keep, max_columns)
+        dense = max((_numbers(block) for block in posterior.blocks), default=0)
+        columns = 1 if diagonal else record.outputs[0].numel()
+        step = record.examples if joint else _examples_at_once(record, columns, dense)
+        if step >= record.examples:
+            found = _moments(record, posterior, joint, diagonal)
+        else:
+            split = inputs.split(record.examples)
+            parts = []
+            for start in range(0, record.examples, step):
+                part = _part(tape, record, split.part(start, start + step), start, create_graph)
+                parts.append(_moments(part, posterior, joint, diagonal))
+            found = _joined(parts)
+    return found if create_graph else Latent(found.mean.detach(), found.covariance.detach(), diagonal)
+
+
+def _only_variances(outputs: Tensor, keep: int, max_columns: int) -> bool:
+    count = outputs[0].numel()
     if count > max_columns:
         raise InputError(
             f"The linearized prediction of {count} outputs per example takes as many backward passes, more than "
             f"max_columns={max_columns}. Use predict(method='sampled'), or raise max_columns."
         )
-    dense = max((_numbers(block) for block in posterior.blocks), default=0)
-    step = record.examples if joint else _examples_at_once(record, 1 if diagonal else count, dense)
-    if step >= record.examples:
-        found = _moments(record, posterior, joint, diagonal)
-    else:
-        split = inputs.split(record.examples)
-        parts = []
-        for start in range(0, record.examples, step):
-            part = _part(tape, record, split.part(start, start + step), start, create_graph)
-            parts.append(_moments(part, posterior, joint, diagonal))
-        mean, covariance = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
-        found = Latent(mean, covariance, diagonal)
-    return found if create_graph else Latent(found.mean.detach(), found.covariance.detach(), diagonal)
+    return count > keep
+
+
+def _joined(parts: list[Latent]) -> Latent:
+    mean, covariance = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
+    return Latent(mean, covariance, parts[0].diagonal)
 
 
 def _examples_at_once(record: Record, columns: int, dense: int) -> int:
