@@ -164,6 +164,7 @@ def jacobian(examples: Numbered) -> dict[str, Tensor]:
     return {name.removeprefix("network."): values for name, values in found.items()}
 
 
+UNCALLED = {"wavlm"}  # its attention passes the weights of its modules to a function
 HOOKED = ("linear", "convolution")  # read from calls of modules, not of functions on their weights
 
 
