@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapwing.layers.rule import Layout, Moments, moments_of
+from lapwing.layers.rule import Layout
+from lapwing.layers.window import Images
 from lapwing.tokens import TokenPair, Tokens
 
 
@@ -77,7 +78,7 @@ class UseInputs:
     """The inputs `a: [N, Q, R, I]` of one use, unfolded only for the examples asked for; of the layer's `groups`."""
 
     read: Callable[[slice], Tensor]
-    read_moments: Callable[[slice], Moments]
+    read_images: Callable[[slice], Images | None]
     groups: range | None = None
 
 
@@ -97,9 +98,7 @@ class Inputs:
 
     def together(self) -> UseInputs:
         """All uses as one."""
-        return UseInputs(
-            lambda part: self.part(part.start, part.stop), lambda part: moments_of(self.part(part.start, part.stop))
-        )
+        return UseInputs(lambda part: self.part(part.start, part.stop), lambda _: None)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from lapwing.gradients import Gradients, Inputs, Layer, Pair, Rows, UseInputs, Uses
 from lapwing.layers import Call, ExampleAxis, PairRule, RowRule, TokenRule
-from lapwing.layers.rule import Moments
+from lapwing.layers.window import Images
 from lapwing.tokens import TokenPair, Tokens
 
 if TYPE_CHECKING:
@@ -88,13 +88,10 @@ def _input(record: Record, layer: Layer, index: int) -> UseInputs | Tokens:
         a = rule.inputs(call, axis, examples, part)
         return a if copies == 1 else a.expand(-1, copies, -1, -1)
 
-    def moments(part: slice) -> Moments:
-        found = rule.moments(call, axis, examples, part)
-        if copies == 1:
-            return found
-        return Moments(found.products.expand(copies, -1, -1), found.sums.expand(copies, -1), found.count)
+    def images(part: slice) -> Images | None:
+        return rule.images(call, axis, examples, part) if copies == 1 else None
 
-    return UseInputs(read, moments, groups)
+    return UseInputs(read, images, groups)
 
 
 def _groups(layer: Layer, call: Call) -> range | None:

@@ -7,7 +7,8 @@ An embedding `[V, D]` has its inputs on the side of its rows: `Σ a aᵀ` counts
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
@@ -18,7 +19,9 @@ from lapwing.curvature.accumulator import Decomposition, eigh
 from lapwing.errors import InputError
 from lapwing.gradients import Gradients, Pair, UseInputs, Uses
 from lapwing.gradients import Inputs as LayerInputs
-from lapwing.layers.rule import Moments, moments_of
+from lapwing.gram import Gram
+from lapwing.layers.moments import MomentSum, moment_sum
+from lapwing.layers.window import Images
 from lapwing.tokens import TokenPair, Tokens
 
 
@@ -31,8 +34,8 @@ class KroneckerAccumulator:
     """
 
     shape: tuple[int, int, int]
-    inputs: Tensor
-    outputs: Tensor
+    input_sum: Gram
+    output_sum: Gram
     reduce: bool
     budget: int
     positions: Tensor
@@ -42,19 +45,28 @@ class KroneckerAccumulator:
     turned: bool = False
     kind: str = "kron"
     elementwise: bool = False
+    _pending: dict[Hashable, tuple[slice, bool, MomentSum]] = field(default_factory=dict, init=False, repr=False)
 
     @staticmethod
     def zeros(
         shape: tuple[int, int, int], reduce: bool, max_factor: int, budget: int, like: Tensor, turned: bool = False
     ) -> KroneckerAccumulator:
         groups, outputs, inputs = shape
-        largest = (max_factor, -1 if turned else max_factor)
-        sides = [
-            like.new_zeros((groups, size, size) if size <= most else (groups, size))
-            for size, most in zip((inputs, outputs), largest, strict=True)
-        ]
+        input_sum = Gram.zeros(groups, inputs, inputs <= max_factor, like)
+        output_sum = Gram.zeros(groups, outputs, outputs <= max_factor and not turned, like)
         counts = torch.zeros(groups, dtype=torch.float64, device=like.device)
-        return KroneckerAccumulator(shape, sides[0], sides[1], reduce, budget, counts, turned=turned)
+        return KroneckerAccumulator(shape, input_sum, output_sum, reduce, budget, counts, turned=turned)
+
+    @property
+    def inputs(self) -> Tensor:
+        """`Σ a aᵀ: [Q, I, I]`, or its diagonal `[Q, I]`."""
+        self._collect()
+        return self.input_sum.sums
+
+    @property
+    def outputs(self) -> Tensor:
+        """`Σ g gᵀ: [Q, O, O]`, or its diagonal `[Q, O]`."""
+        return self.output_sum.sums
 
     def observe(self, inputs: LayerInputs) -> None:
         self.examples += inputs.examples
@@ -71,46 +83,46 @@ class KroneckerAccumulator:
         groups = slice(None) if use.groups is None else slice(use.groups.start, use.groups.stop)
         first = use.read(slice(0, 1))  # says how much memory one example takes
         step = max(1, math.floor(self.budget / (4 * first.numel() * first.element_size())))
-        dense = self.inputs.dim() == 3
         for start in range(0, examples, step):
             part = slice(start, min(start + step, examples))
-            if dense and not self.reduce:
-                self._add(use.read_moments(part), bias, groups)
+            images = use.read_images(part) if self.input_sum.dense and not self.reduce else None
+            if images is not None:
+                self._observe_images(images, groups, bias)
                 continue
             a = use.read(part)
             a = a.mean(2, keepdim=True) if self.reduce else a
-            if dense:
-                self._add(moments_of(a), bias, groups)
-            else:
-                self._add_squares(a, groups)
+            self.input_sum.add_rows(a.transpose(0, 1).flatten(1, 2), groups, bias)
         count = examples * (1 if self.reduce else first.shape[2])
         self.positions[groups] += count
         self.terms = (self.terms[0] + count, self.terms[1])
 
+    def _observe_images(self, images: Images, groups: slice, bias: bool) -> None:
+        key = (images.window, images.x.shape[1:], groups.start, groups.stop)
+        if key not in self._pending:
+            self._pending[key] = groups, bias, moment_sum(images)
+        total = self._pending[key][2]
+        total.add(images.x.to(self.input_sum.dtype))
+        if not total.small:
+            self._collect()
+
+    def _collect(self) -> None:
+        """Add what was summed over images since the last time."""
+        while self._pending:
+            groups, bias, total = self._pending.popitem()[1]
+            found = total.collect()
+            self.input_sum.add_products(found.products, found.sums, found.count, groups, bias)
+
     def _observe_tokens(self, tokens: Tokens) -> None:
-        self.outputs += tokens.squares(self.shape[1], self.outputs.dtype)
+        self.output_sum.add_squares(tokens.squares(self.shape[1], self.output_sum.dtype))
         self.positions += tokens.count
         self.terms = (self.terms[0], self.terms[1] + tokens.count)
-
-    def _add(self, moments: Moments, bias: bool, groups: slice) -> None:
-        width = moments.sums.shape[1]
-        sums = self.inputs[groups]
-        sums[:, :width, :width] += moments.products
-        if bias:
-            sums[:, width, :width] += moments.sums
-            sums[:, :width, width] += moments.sums
-            sums[:, width, width] += moments.count
-
-    def _add_squares(self, a: Tensor, groups: slice) -> None:
-        width = a.shape[3]
-        sums = self.inputs[groups]
-        sums[:, :width] += a.square().sum((0, 2))
-        sums[:, width:] += a.shape[0] * a.shape[2]  # the bias, where there is one
 
     def update(self, gradients: Gradients) -> None:
         for part in gradients.parts if isinstance(gradients, Uses) else (gradients,):
             if isinstance(part, TokenPair):
-                self._update_tokens(part)
+                g = part.present().flatten(0, 1)
+                self.terms = (self.terms[0] + len(g), self.terms[1])
+                self.input_sum.add_rows(g.unsqueeze(0), slice(None))
             else:
                 assert isinstance(part, Pair)
                 self._update(part)
@@ -119,36 +131,29 @@ class KroneckerAccumulator:
         groups = slice(None) if pair.groups is None else slice(pair.groups.start, pair.groups.stop)
         g = pair.g.sum(3, keepdim=True) if self.reduce else pair.g
         self.terms = (self.terms[0], self.terms[1] + g.shape[0] * g.shape[1] * g.shape[3])
-        g = g.to(self.outputs.dtype).permute(2, 0, 1, 3, 4)  # [Q, K, N, R, O]
-        sums = self.outputs[groups]
-        if sums.dim() == 2:
-            sums += g.square().sum((1, 2, 3))
-        elif g.shape[4] < g.shape[3]:  # a small product per example is cheaper than a copy in another order
-            sums += (g.mT @ g).sum((1, 2))
+        g = g.to(self.output_sum.dtype).permute(2, 0, 1, 3, 4)  # [Q, K, N, R, O]
+        if self.output_sum.dense and g.shape[4] < g.shape[3]:
+            # A small product per example is cheaper than a copy in another order.
+            products = (g.mT @ g).sum((1, 2))
+            self.output_sum.add_products(products, products[:, 0], 0, groups, bias=False)
         else:
-            flat = g.flatten(1, 3)
-            sums.baddbmm_(flat.mT, flat)
-
-    def _update_tokens(self, pair: TokenPair) -> None:
-        g = pair.present().to(self.inputs.dtype).flatten(0, 1)
-        self.terms = (self.terms[0] + len(g), self.terms[1])
-        if self.inputs.dim() == 2:
-            self.inputs += g.square().sum(0)
-        else:
-            self.inputs[0].addmm_(g.T, g)
+            self.output_sum.add_rows(g.flatten(1, 3), groups)
 
     def add_output_factor(self, factor: Tensor) -> None:
-        """Add to the output side a matrix `[O, O]` that was not made of gradients, of whatever rank."""
-        self.outputs += factor if self.outputs.dim() == 3 else factor.diagonal()
-        self.terms = (self.terms[0], self.terms[1] + factor.shape[0])
+        """Add a whole `Σ g gᵀ` `[O, O]` that was not made of columns."""
+        if self.output_sum.dense:
+            self.output_sum.add_products(factor.unsqueeze(0), factor[:1], 0, slice(None), bias=False)
+        else:
+            self.output_sum.add_squares(factor.diagonal())
+        self.terms = (self.terms[0], self.terms[1] + len(factor))
 
     def merge(self, other: Self) -> Self:
         if self.reduce != other.reduce:
             raise InputError("A kron='expand' and a kron='reduce' curvature do not merge.")
         return replace(
             self,
-            inputs=self.inputs + other.inputs,
-            outputs=self.outputs + other.outputs,
+            input_sum=Gram(self.inputs + other.inputs),
+            output_sum=Gram(self.outputs + other.outputs),
             positions=self.positions + other.positions,
             examples=self.examples + other.examples,
             terms=(self.terms[0] + other.terms[0], self.terms[1] + other.terms[1]),
@@ -157,8 +162,8 @@ class KroneckerAccumulator:
     def scale(self, factor: float) -> Self:
         return replace(
             self,
-            inputs=self.inputs * factor,
-            outputs=self.outputs * factor,
+            input_sum=Gram(self.inputs * factor),
+            output_sum=Gram(self.outputs * factor),
             positions=self.positions * factor,
             examples=self.examples * factor,
         )
@@ -204,15 +209,16 @@ class KroneckerAccumulator:
         return {"inputs": self.inputs, "outputs": self.outputs, "positions": self.positions, "counts": counts}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        self.inputs, self.outputs, self.positions = tensors["inputs"], tensors["outputs"], tensors["positions"]
+        self.input_sum, self.output_sum = Gram(tensors["inputs"]), Gram(tensors["outputs"])
+        self.positions = tensors["positions"]
         self.examples, *terms = tensors["counts"].tolist()
         self.terms = (int(terms[0]), int(terms[1]))
 
     def to(self, device: torch.device) -> Self:
         return replace(
             self,
-            inputs=self.inputs.to(device),
-            outputs=self.outputs.to(device),
+            input_sum=Gram(self.inputs.to(device)),
+            output_sum=Gram(self.outputs.to(device)),
             positions=self.positions.to(device),
         )
 

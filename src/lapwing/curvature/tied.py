@@ -12,6 +12,7 @@ from lapwing.curvature.accumulator import Decomposition
 from lapwing.curvature.kronecker import KroneckerAccumulator
 from lapwing.gradients import Gradients, Uses
 from lapwing.gradients import Inputs as LayerInputs
+from lapwing.gram import Gram
 from lapwing.tokens import TokenPair, Tokens
 
 
@@ -61,8 +62,8 @@ class TiedAccumulator:
         terms = tuple(a + b for a, b in zip(self.head.terms, self.embedding.terms, strict=True))
         return replace(
             self.head,
-            inputs=right.to(like.dtype),
-            outputs=left.to(like.dtype),
+            input_sum=Gram(right.to(like.dtype)),
+            output_sum=Gram(left.to(like.dtype)),
             positions=torch.ones_like(self.head.positions),
             terms=(terms[0], terms[1]),
         )

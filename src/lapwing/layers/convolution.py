@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lapwing.layers.rule import Call, ExampleAxis, Moments, PairRule, moments_of
-from lapwing.layers.window import Window
+from lapwing.layers.rule import Call, ExampleAxis, PairRule
+from lapwing.layers.window import Images, Window
 from lapwing.views import Owner
 
 
@@ -39,11 +39,11 @@ class Convolution(PairRule):
         window: Window = call.options["window"]
         return window.patches(axis.first(call.input, examples)[part], call.options["groups"])
 
-    def moments(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Moments:
+    def images(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Images | None:
         window: Window = call.options["window"]
         if window.kernel[0] == 1:
-            return moments_of(self.inputs(call, axis, examples, part))
-        return window.moments(axis.first(call.input, examples)[part].flatten(0, 1), call.options["groups"])
+            return None
+        return Images(window, axis.first(call.input, examples)[part].flatten(0, 1), call.options["groups"])
 
     def gradients(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
         return positions_of(g, call, axis, examples)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lapwing.layers.window import Images
 from lapwing.views import Owner
 
 
@@ -79,21 +80,6 @@ class ExampleAxis:
         return torch.unflatten(x, skip, (examples, others))
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Sums over examples and positions: `Σ a aᵀ: [Q, I, I]`, `Σ a: [Q, I]` and how many `a` there were."""
-
-    products: Tensor
-    sums: Tensor
-    count: int
-
-
-def moments_of(a: Tensor) -> Moments:
-    """The moments of `a: [n, Q, R, I]`."""
-    flat = a.permute(1, 3, 0, 2).flatten(2)  # [Q, I, n·R]
-    return Moments(flat @ flat.mT, flat.sum(2), flat.shape[2])
-
-
 @functools.cache
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
@@ -153,9 +139,9 @@ class PairRule(Rule):
     def gradients(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
         """Gradients at the output `[K, *output]` as `g`: `[K, N, Q, R, O]`."""
 
-    def moments(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Moments:
-        """First and second moments of `a`, without `a` itself where there is a cheaper way."""
-        return moments_of(self.inputs(call, axis, examples, part))
+    def images(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Images | None:
+        """What `a` are patches of, where they are, so that their moments can be had without them."""
+        return None
 
 
 class RowRule(Rule):

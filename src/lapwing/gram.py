@@ -1,0 +1,75 @@
+"""Symmetric sums of outer products, each product computed once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BLOCK = 256  # rows of a block; smaller ones lose more in overhead than symmetry gains
+
+
+class Gram:
+    """`Σ x xᵀ: [Q, d, d]`, or only its diagonal `[Q, d]`.
+
+    Of a large matrix only the blocks on and above the diagonal are summed; those below are copied when it is read.
+    """
+
+    def __init__(self, sums: Tensor) -> None:
+        self._sums, self._half = sums, False
+
+    @staticmethod
+    def zeros(groups: int, size: int, dense: bool, like: Tensor) -> Gram:
+        return Gram(like.new_zeros((groups, size, size) if dense else (groups, size)))
+
+    @property
+    def dense(self) -> bool:
+        return self._sums.dim() == 3
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._sums.dtype
+
+    @property
+    def sums(self) -> Tensor:
+        """The sum so far, whole."""
+        if self._half:
+            for start in range(0, self._sums.shape[2], _BLOCK):
+                stop = start + _BLOCK
+                self._sums[:, stop:, start:stop] = self._sums[:, start:stop, stop:].mT
+            self._half = False
+        return self._sums
+
+    def add_rows(self, rows: Tensor, groups: slice, bias: bool = False) -> None:
+        """Add `Σ x xᵀ` over `rows: [Q, n, d]` of some groups; with `bias` every x has a 1 as last entry, not given."""
+        rows = rows.to(self.dtype)
+        width = rows.shape[2]
+        if not self.dense:
+            self._sums[groups, :width] += rows.square().sum(1)
+            if bias:
+                self._sums[groups, width] += rows.shape[1]
+            return
+        sums = self._sums[groups]
+        step = _BLOCK if width >= 2 * _BLOCK else width
+        for start in range(0, width, step):
+            sums[:, start : start + step, start:width].baddbmm_(rows[:, :, start : start + step].mT, rows[:, :, start:])
+        self._half |= step < width
+        if bias:
+            self._add_bias(sums, rows.sum(1), rows.shape[1])
+
+    def add_products(self, products: Tensor, first: Tensor, count: int, groups: slice, bias: bool) -> None:
+        """Add `Σ x xᵀ` `[Q, d, d]` of `count` vectors whose sum is `first` `[Q, d]`."""
+        width = products.shape[2]
+        sums = self._sums[groups]
+        sums[:, :width, :width] += products
+        if bias:
+            self._add_bias(sums, first, count)
+
+    def _add_bias(self, sums: Tensor, first: Tensor, count: int) -> None:
+        width = first.shape[1]
+        sums[:, width, :width] += first
+        sums[:, :width, width] += first
+        sums[:, width, width] += count
+
+    def add_squares(self, squares: Tensor) -> None:
+        """Add to the diagonal: `[Q, d]` or `[d]`."""
+        (self._sums.diagonal(dim1=1, dim2=2) if self.dense else self._sums).add_(squares)

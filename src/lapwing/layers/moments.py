@@ -1,0 +1,158 @@
+"""`Σ a aᵀ` over the patches of a convolution, without the patches.
+
+What is summed over the batches are products between pixels or between rows of the images, whichever is less work; each
+is computed once, where unfolding computes it for every pair of kernel entries that see it. The sums become moments of
+patches when they are read.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lapwing.gram import Gram
+from lapwing.layers.window import Images, Window
+
+_LARGE = 8  # a sum this many times as large as `Σ a aᵀ` itself is not kept from batch to batch
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Sums over examples and positions: `Σ a aᵀ: [Q, I, I]`, `Σ a: [Q, I]` and how many `a` there were."""
+
+    products: Tensor
+    sums: Tensor
+    count: int
+
+
+class MomentSum(Protocol):
+    """A sum over batches of images of one size from which the moments of their patches follow."""
+
+    @property
+    def small(self) -> bool:
+        """Whether it is worth keeping from batch to batch."""
+
+    def add(self, x: Tensor) -> None:
+        """Add a batch of images `[B, C, *space]`."""
+
+    def collect(self) -> Moments:
+        """The moments of the patches of all images so far."""
+
+
+def moment_sum(images: Images) -> MomentSum:
+    """An empty sum for images like these."""
+    window, space = images.window, images.x.shape[2:]
+    across = space.numel() // space[0]
+    padded = space[0] + window.before[0] + window.after[0]
+    by_rows = padded * window.kernel[0] * prod(window.kernel[1:]) ** 2 * across
+    return (_ByPixels if space.numel() ** 2 < by_rows else _ByRows)(window, images.x, images.groups)
+
+
+class _ByPixels:
+    """With `P = Σ x xᵀ` between all pixels, the block of kernel entries i and j is the sum of `P_st` over the positions
+    at which i sees pixel s and j sees pixel t. For images hardly larger than the kernel.
+    """
+
+    def __init__(self, window: Window, images: Tensor, groups: int) -> None:
+        self.channels, self.groups, self.images = images.shape[1] // groups, groups, 0
+        self.seen = window.seen(images.shape[2:])
+        size = images[0].numel() // groups
+        self.products, self.first = Gram.zeros(groups, size, True, images), images.new_zeros(groups, size)
+
+    @property
+    def small(self) -> bool:
+        return True
+
+    def add(self, x: Tensor) -> None:
+        rows = torch.unflatten(x.flatten(1), 1, (self.groups, -1)).transpose(0, 1)  # [Q, B, C·S]
+        self.products.add_rows(rows, slice(None))
+        self.first += rows.sum(1)
+        self.images += x.shape[0]
+
+    def collect(self) -> Moments:
+        entries, positions = self.seen.shape
+        products = self.products.sums.unflatten(2, (self.channels, -1)).unflatten(1, (self.channels, -1))
+        first = self.first.unflatten(1, (self.channels, -1))
+        found = products.new_zeros(self.groups, self.channels, entries, self.channels, entries)
+        sums = products.new_zeros(self.groups, self.channels, entries)
+        for position in range(positions):
+            inside = (self.seen[:, position] >= 0).nonzero().squeeze(1)
+            pixels = self.seen[inside, position]
+            sums[:, :, inside] += first[:, :, pixels]
+            for i, s in zip(inside.tolist(), pixels.tolist(), strict=True):
+                found[:, :, i, :, inside] += products[:, :, s, :, pixels]
+        inputs = self.channels * entries
+        count = self.images * positions
+        return Moments(found.reshape(self.groups, inputs, inputs), sums.reshape(self.groups, inputs), count)
+
+
+class _ByRows:
+    """Each row is unfolded along the other dimensions only. With `T_u` the patches of row u, one row high, the block of
+    kernel rows i and j is `Σ_y T_{ys+i} T_{ys+j}ᵀ`: a sum over u of `T_u T_{u+d}ᵀ` with `d = j − i`, so one product for
+    every (u, d) serves all pairs (i, j).
+    """
+
+    def __init__(self, window: Window, images: Tensor, groups: int) -> None:
+        self.window, self.groups, self.channels = window, groups, images.shape[1] // groups
+        self.rows = images.shape[2] + window.before[0] + window.after[0]
+        self.width = prod(window.kernel[1:])
+        size, gap, each = window.kernel[0], window.dilation[0], self.channels * self.width
+        self.lead = -(-self.rows // gap)  # rows that a dilated kernel sees together come one after another
+        self.between = images.new_zeros(groups * gap * self.lead, each, size * each)
+        self.first = images.new_zeros(groups * gap, self.lead, each)
+        self.count = 0
+
+    @property
+    def small(self) -> bool:
+        return self.between.numel() <= _LARGE * (self.between.shape[1] * self.window.kernel[0]) ** 2
+
+    def add(self, x: Tensor) -> None:
+        window, groups = self.window, self.groups
+        size, gap = window.kernel[0], window.dilation[0]
+        x = torch.unflatten(window.slide(window.pad(x), first=1), 1, (groups, -1))
+        rest = (x.dim() - 4) // 2
+        # [B, Q, C/Q, rows, *positions, *kernel] to [Q, rows, C/Q, *kernel, B, *positions]
+        x = x.permute(1, 3, 2, *range(4 + rest, 4 + 2 * rest), 0, *range(4, 4 + rest))
+        each, length = self.between.shape[1], x.shape[3 + rest :].numel()
+        rows = x.new_zeros(groups, gap, self.lead + size - 1, each, length)  # zeros follow the last row
+        for phase in range(gap):
+            own = x[:, phase::gap]
+            rows[:, phase, : own.shape[1]].view(own.shape).copy_(own)
+        rows = rows.flatten(0, 1)
+        windows = rows.as_strided((len(rows), self.lead, size * each, length), (*rows.stride()[:2], length, 1))
+        self.between.baddbmm_(rows[:, : self.lead].flatten(0, 1), windows.flatten(0, 1).mT)
+        self.first += rows[:, : self.lead].sum(3)
+        self.count += length
+
+    def collect(self) -> Moments:
+        size, step, gap = self.window.kernel[0], self.window.stride[0], self.window.dilation[0]
+        groups, channels, width = self.groups, self.channels, self.width
+        positions = (self.rows - gap * (size - 1) - 1) // step + 1
+        each = channels * width
+        between = self.between.reshape(groups, gap, self.lead, each, size, each).permute(0, 4, 2, 1, 3, 5)
+        between = between.reshape(groups, size, self.lead * gap, each * each)[:, :, : self.rows]
+        products = between.new_zeros(groups, channels, size, width, channels, size, width)
+        for offset in range(size):
+            chosen = _rows_of(size - offset, self.rows, positions, step, gap).to(between)
+            blocks = (chosen @ between[:, offset]).reshape(groups, size - offset, channels, width, channels, width)
+            products.diagonal(offset, 2, 5).copy_(blocks.movedim(1, -1))
+            products.diagonal(-offset, 2, 5).copy_(blocks.permute(0, 4, 5, 2, 3, 1))
+        chosen = _rows_of(size, self.rows, positions, step, gap).to(between)
+        first = self.first.unflatten(0, (groups, gap)).transpose(1, 2).flatten(1, 2)[:, : self.rows]
+        sums = torch.unflatten(chosen @ first, 2, (channels, width)).transpose(1, 2)
+        inputs = channels * size * width
+        found = products.reshape(groups, inputs, inputs)
+        return Moments(found, sums.reshape(groups, inputs), positions * self.count)
+
+
+@functools.lru_cache(maxsize=256)
+def _rows_of(count: int, rows: int, positions: int, step: int, gap: int) -> Tensor:
+    """1 where kernel row i reads row u at some position: `[count, rows]`."""
+    kernel_row, row = torch.arange(count).unsqueeze(1) * gap, torch.arange(rows)
+    distance = row - kernel_row
+    return (distance >= 0) & (distance % step == 0) & (distance < positions * step)
