@@ -16,6 +16,8 @@ class Columns:
 
     count: int
     part: Callable[[int, int], Tensor]
+    slope: Tensor | None = None
+    """Where given, `[N]`: `∇_f log p` of example n is so many times its first column."""
 
 
 def given(columns: Tensor) -> Columns:

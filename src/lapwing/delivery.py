@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lapwing.gradients import Gradients, Layer
 from lapwing.reading import gradients_of
+from lapwing.slope import Slope
 
 if TYPE_CHECKING:
     from lapwing.tape import Record
@@ -29,6 +30,7 @@ class Delivery:
     first: int
     columns: int
     together: bool
+    slope: Slope | None = None
     arrived: dict[str, dict[int, list[Tensor]]] = field(default_factory=dict)
     uses: dict[str, list[int]] = field(init=False)
     owners: dict[str, list[Layer]] = field(init=False)
@@ -93,8 +95,10 @@ class Delivery:
     def _hand_on(self, name: str, gradients: Sequence[Tensor | None]) -> None:
         delivered = [gradient for gradient in gradients if gradient is not None]
         assert len(delivered) == len(self.uses[name])
+        column = self.first + self.handed[name]
         for layer in self.owners[name]:
-            column = self.first + self.handed[name]
+            if self.slope is not None and column == 0:
+                self.slope.add(self.record, layer, self.uses[name], [gradient[0] for gradient in delivered])
             self.consume(layer, gradients_of(self.record, layer, self.uses[name], delivered, column))
         self.handed[name] += delivered[0].shape[0]
 

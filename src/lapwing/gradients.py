@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -207,6 +207,18 @@ class Uses:
 
 
 Gradients = Pair | TokenPair | Uses | Rows
+
+
+def weighed(gradients: Gradients, weights: Tensor) -> Gradients:
+    """The gradients of every example times a number of its own, `weights: [N]`."""
+    if isinstance(gradients, Uses):
+        parts = [weighed(part, weights) for part in gradients.parts]
+        return replace(gradients, parts=tuple(part for part in parts if isinstance(part, Pair | TokenPair)))
+    own = weights[gradients.start : gradients.start + gradients.examples]
+    if isinstance(gradients, Rows):
+        return replace(gradients, values=gradients.values * own.to(gradients.values.dtype).view(1, -1, 1))
+    g = gradients.g
+    return replace(gradients, g=g * own.to(g.dtype).view(1, -1, *[1] * (g.dim() - 2)))
 
 
 def total(gradients: Gradients, budget: int) -> Tensor:

@@ -20,6 +20,7 @@ from lapwing.gradients import Layer, dense, total
 from lapwing.layers import Call, ExampleAxis, RowRule, TokenRule
 from lapwing.layers.rule import tolerance
 from lapwing.reading import gradients_of
+from lapwing.slope import Slope
 
 if TYPE_CHECKING:
     from lapwing.recorder import Use
@@ -177,6 +178,14 @@ def _agrees(
     if reached:
         gradients = gradients_of(record, layer, [i for i, _ in reached], [gradient for _, gradient in reached], 0)
         assembled = total(gradients, record.tape.budget)[0]
+        slope = Slope(torch.ones(record.examples, dtype=record.dtype, device=assembled.device), {})
+        slope.add(record, layer, [i for i, _ in reached], [gradient[0] for _, gradient in reached])
+        if not _close(record, layer, slope.sums[layer.name], truth):
+            return False
+    return _close(record, layer, assembled, truth)
+
+
+def _close(record: Record, layer: Layer, assembled: Tensor, truth: dict[str, Tensor | None]) -> bool:
     for name, value in layer.unpack(assembled).items():
         expected = truth[name]
         expected = torch.zeros_like(value) if expected is None else dense(expected).to(value.dtype)

@@ -30,6 +30,7 @@ from lapwing.layers.per_example import PerExample
 from lapwing.layers.rule import tolerance
 from lapwing.reading import inputs_of
 from lapwing.recorder import Mailbox, Recorder, Use
+from lapwing.slope import Slope
 
 
 class MixedExamplesError(InputError):
@@ -207,12 +208,19 @@ class Record:
         uses = self.uses_of(layer)
         return None if layer.shape is None or not uses else inputs_of(self, layer, uses)
 
-    def sweep(self, columns: Columns, consume: Consume, together: bool, wanted: Collection[str]) -> None:
+    def sweep(
+        self,
+        columns: Columns,
+        consume: Consume,
+        together: bool,
+        wanted: Collection[str],
+        slope: Slope | None = None,
+    ) -> None:
         """Backpropagate `columns` and hand the per-example gradients of the `wanted` layers to `consume`.
 
         Layers that are read as a pair come in chunks of columns, and each gradient is freed once used;
         with `together` all columns of a layer come at once. Rows come in ranges of examples, and of columns
-        where all do not fit.
+        where all do not fit. `slope` is made of the first column.
         """
         layers = [layer for layer in self.tape.layers or () if layer.name in wanted]
         pairs = [layer for layer in layers if layer.path != "fallback"]
@@ -220,7 +228,7 @@ class Record:
         if pairs:
             for start in range(0, columns.count, step):
                 part = columns.part(start, min(start + step, columns.count))
-                delivery = Delivery(self, pairs, consume, start, part.shape[0], together)
+                delivery = Delivery(self, pairs, consume, start, part.shape[0], together, slope)
                 if self.graph.batchable and part.shape[0] > 1:
                     delivery.at_once(part)
                 else:
@@ -232,7 +240,7 @@ class Record:
             and any(id(self.parameters[name]) in self.graph.leaves for name in layer.parameters)
         ]
         if rows:
-            self._rows(columns, rows, consume, together)
+            self._rows(columns, rows, consume, together, slope)
 
     def _columns_at_once(self) -> int:
         """As many columns as may wait for each other. In one batched pass if every use is a matrix product."""
@@ -247,7 +255,9 @@ class Record:
             is_grads_batched=batched,
         )  # fmt: skip
 
-    def _rows(self, columns: Columns, layers: list[Layer], consume: Consume, together: bool) -> None:
+    def _rows(
+        self, columns: Columns, layers: list[Layer], consume: Consume, together: bool, slope: Slope | None
+    ) -> None:
         fallback = self.tape.fallback()
         size = sum(self.parameters[name].numel() for name in fallback.names) * self.outputs.element_size()
         step = columns.count if together else max(1, self.tape.budget // max(1, size))
@@ -261,7 +271,10 @@ class Record:
                     self.inputs, self.outputs, self.parameters, part, at_once, self.create_graph
                 ):
                     for layer in layers:
-                        consume(layer, Rows(layer.pack(gradients).to(self.dtype), start, example))
+                        packed = layer.pack(gradients).to(self.dtype)
+                        if slope is not None and start == 0:
+                            slope.add_rows(layer, packed[0], example)
+                        consume(layer, Rows(packed, start, example))
 
     def gradient(self, scalar: Tensor) -> dict[str, Tensor]:
         """Plain autograd gradient of a scalar function of the outputs, by parameter."""

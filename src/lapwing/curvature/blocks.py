@@ -11,6 +11,7 @@ from torch import Tensor
 from lapwing.columns import Columns, given
 from lapwing.curvature.accumulator import Accumulator
 from lapwing.gradients import Gradients, Layer, Rows
+from lapwing.slope import Slope
 from lapwing.tape import Record
 
 
@@ -51,6 +52,7 @@ def deliver(
     blocks: tuple[Block, ...],
     consume: Callable[[Block, Gradients], None],
     together: bool = False,
+    slope: Slope | None = None,
 ) -> None:
     """Backpropagate `columns` and hand each block the gradients of its own layers.
 
@@ -65,7 +67,7 @@ def deliver(
                 consume(block, Rows(_gather(record, columns.part(start, stop), block), start))
     owners = {block.layers[0].name: block for block in blocks if len(block.layers) == 1}
     if owners:
-        record.sweep(columns, lambda layer, gradients: consume(owners[layer.name], gradients), together, owners)
+        record.sweep(columns, lambda layer, gradients: consume(owners[layer.name], gradients), together, owners, slope)
 
 
 def _gather(record: Record, columns: Tensor, block: Block) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.batches import Inputs, Unpack, check_targets, read
-from lapwing.columns import Columns
+from lapwing.columns import Columns, given
 from lapwing.curvature import lowrank
 from lapwing.curvature.accumulator import sum_dtype
 from lapwing.curvature.blocks import Block, deliver
@@ -19,13 +19,14 @@ from lapwing.curvature.curvature import Curvature, Traces
 from lapwing.curvature.diagonal import DiagonalAccumulator
 from lapwing.curvature.hessian import add_hessian
 from lapwing.curvature.kfra import add_kfra
-from lapwing.curvature.kinds import check_count, columns
+from lapwing.curvature.kinds import check_count, columns, output_gradient
 from lapwing.curvature.kronecker import KroneckerAccumulator
 from lapwing.curvature.structures import StructureOptions, arrange, build, group
 from lapwing.curvature.tied import TiedAccumulator
 from lapwing.errors import InputError
-from lapwing.gradients import Gradients
+from lapwing.gradients import Gradients, weighed
 from lapwing.likelihoods import Likelihood, Statistics
+from lapwing.slope import Slope
 from lapwing.tape import MixedExamplesError, Record, Tape
 
 
@@ -56,16 +57,15 @@ class Fit:
                 "structure='lowrank' needs the same data in every pass, so it does not average passes=... over "
                 "augmented data. Pass one augmented copy as data, or use another structure."
             )
-        statistics, gradient, blocks, traces = Statistics(), dict[str, Tensor](), tuple[Block, ...](), Traces()
+        statistics, slopes, blocks, traces = Statistics(), dict[str, Tensor](), tuple[Block, ...](), Traces()
         for record, targets in self._batches(tape, loader, passes, f"fit {self.structure}"):
             if not blocks:
                 blocks = self._blocks(tape)
             statistics += self.likelihood.statistics(record.outputs.detach(), targets)
-            slope = record.gradient(self.likelihood.log_prob(record.outputs, targets).sum())
-            slope = {name: value.to(sum_dtype(value.dtype)) for name, value in slope.items()}
-            gradient = {name: value + gradient[name] if gradient else value for name, value in slope.items()}
-            if self.structure != "lowrank":
-                traces += self._add(record, targets, blocks, generator)
+            if self.structure == "lowrank":
+                self._add_slope(record, targets, slopes)
+            else:
+                traces += self._add(record, targets, blocks, generator, slopes)
         if not blocks:
             raise InputError("The loader is empty: it yielded no batch, so there is nothing to fit.")
         if self.structure == "ekfac":
@@ -73,6 +73,7 @@ class Fit:
         if self.structure == "lowrank":
             budget = self.options.budget
             blocks = (lowrank.fill(blocks[0], tape, self.likelihood, loader, self.unpack, budget, self.progress),)
+        gradient = _by_parameter(tape, slopes)
         return Curvature(self.structure, self.kind, blocks, statistics, gradient, traces).scale(1 / passes)
 
     def _blocks(self, tape: Tape) -> tuple[Block, ...]:
@@ -93,11 +94,17 @@ class Fit:
                     yield record, own
 
     def _add(
-        self, record: Record, targets: Tensor, blocks: tuple[Block, ...], generator: torch.Generator | None
+        self,
+        record: Record,
+        targets: Tensor,
+        blocks: tuple[Block, ...],
+        generator: torch.Generator | None,
+        slopes: dict[str, Tensor] | None = None,
     ) -> Traces:
-        """Add a batch to the blocks; returns what was dropped of it."""
+        """Add a batch to the blocks, and its gradient to `slopes`; returns what was dropped of it."""
         if self.kind == "hessian":
             add_hessian(record, self.likelihood, targets, blocks)
+            self._add_slope(record, targets, slopes)
             return Traces()
         for block in blocks:
             if len(block.layers) == 1:
@@ -106,15 +113,63 @@ class Fit:
                     block.accumulator.observe(inputs)
         if self.kind == "kfra":
             blocks = add_kfra(record, self.likelihood, targets, blocks, self.kfra_residual)
-            if not blocks:
-                return Traces()
         vectors = columns(self.kind, self.likelihood, record.outputs, targets, self.samples, generator)
-        check_count(self.kind, vectors.count, record.outputs, self.max_columns)
         size = vectors.count * record.outputs.numel() * 8
-        if self.kind == "ggn" and self.rank_tolerance > 0 and 4 * size <= self.options.budget:
+        ranked = self.kind == "ggn" and self.rank_tolerance > 0 and 4 * size <= self.options.budget
+        # The gradient comes with the first column where that has its direction, and each layer a block of its own.
+        shared = slopes is not None and not ranked and all(len(block.layers) == 1 for block in blocks)
+        if slopes is not None and shared and self.kind == "fisher" and vectors.count == 1:
+            self._add_sampled(record, targets, vectors, blocks, slopes)
+            return Traces()
+        slope = None if slopes is None or not shared or vectors.slope is None else Slope(vectors.slope, slopes)
+        if slope is None:
+            self._add_slope(record, targets, slopes)
+        if blocks:
+            check_count(self.kind, vectors.count, record.outputs, self.max_columns)
+        if ranked:
             return self._add_ranked(record, vectors, blocks)
-        deliver(record, vectors, blocks, _update)
+        if blocks:
+            deliver(record, vectors, blocks, _update, slope=slope)
         return Traces()
+
+    def _add_slope(self, record: Record, targets: Tensor, slopes: dict[str, Tensor] | None) -> None:
+        """Add the gradient by a backward pass of its own."""
+        if slopes is None:
+            return
+        found = record.gradient(self.likelihood.log_prob(record.outputs, targets).sum())
+        for layer in record.tape.layers or ():
+            packed = layer.pack({name: found[name] for name in layer.parameters})
+            packed = packed.to(sum_dtype(packed.dtype))
+            slopes[layer.name] = slopes[layer.name] + packed if layer.name in slopes else packed
+
+    def _add_sampled(
+        self,
+        record: Record,
+        targets: Tensor,
+        vectors: Columns,
+        blocks: tuple[Block, ...],
+        slopes: dict[str, Tensor],
+    ) -> None:
+        """One draw per example. Where it drew the label itself, as trained networks mostly do, its column is the
+        gradient; the other examples are run alone.
+        """
+        drawn, own = vectors.part(0, 1)[0], output_gradient(self.likelihood, record.outputs, targets)
+        gap = (drawn - own).flatten(1).abs().amax(1)
+        same = gap <= 64 * torch.finfo(own.dtype).eps * drawn.flatten(1).abs().amax(1)
+        others = (~same).nonzero().squeeze(1)
+        if 2 * len(others) > len(same):
+            self._add_slope(record, targets, slopes)
+            deliver(record, vectors, blocks, _update)
+            return
+        slope = Slope(torch.ones_like(gap), slopes)
+        counted = None if not len(others) else same
+
+        def update(block: Block, gradients: Gradients) -> None:
+            block.accumulator.update(gradients if counted is None else weighed(gradients, counted))
+
+        deliver(record, given(own.unsqueeze(0)), blocks, update, slope=slope)
+        if len(others):
+            deliver(record.of(others), given(drawn[others].unsqueeze(0)), blocks, _update)
 
     def _add_ranked(self, record: Record, vectors: Columns, blocks: tuple[Block, ...]) -> Traces:
         """The largest columns on the batch as it is, what is left of them on a batch of their examples alone."""
@@ -148,6 +203,18 @@ class Fit:
         for record, targets in self._batches(tape, loader, passes, "fit ekfac, second pass"):
             self._add(record, targets, targets_of, generator)
         return refined
+
+
+def _by_parameter(tape: Tape, slopes: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients in the layout of each layer by the names of its parameters; 0 where no batch reached a layer."""
+    found: dict[str, Tensor] = {}
+    for layer in tape.layers or ():
+        like = tape.parameters[layer.parameters[0]].detach()
+        packed = slopes.get(layer.name)
+        if packed is None:
+            packed = torch.zeros(layer.size, dtype=sum_dtype(like.dtype), device=like.device)
+        found |= layer.unpack(packed)
+    return {name: found[name] for name in tape.parameters}
 
 
 def _update(block: Block, gradients: Gradients) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ def columns(
     if kind == "fisher":
         gradients = likelihood.sampled_gradients(outputs, targets, samples, generator)
         return given(gradients / math.sqrt(samples))
-    return given(output_gradient(likelihood, outputs, targets).unsqueeze(0))
+    gradient = output_gradient(likelihood, outputs, targets)
+    return replace(given(gradient.unsqueeze(0)), slope=torch.ones_like(gradient.flatten(1)[:, 0]))
 
 
 def check_count(kind: str, count: int, outputs: Tensor, limit: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -39,13 +40,26 @@ class Convolution(PairRule):
         window: Window = call.options["window"]
         return window.patches(axis.first(call.input, examples)[part], call.options["groups"])
 
+    def total(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> tuple[Tensor, Tensor]:
+        window: Window = call.options["window"]
+        assert call.shape is not None
+        groups, outputs, inputs = call.shape
+        x = call.input if window.before == window.after else window.pad(call.input)
+        padding = window.before if window.before == window.after else (0,) * window.dimensions
+        like = g.new_empty(groups * outputs, inputs // prod(window.kernel), *window.kernel)
+        _, weight, _ = torch.ops.aten.convolution_backward(
+            g, x.to(g.dtype), like, None, window.stride, padding, window.dilation, False, (0,) * window.dimensions,
+            groups, (False, True, False),
+        )  # fmt: skip
+        return weight.flatten(1), g.sum([i for i in range(g.dim()) if i != 1])
+
     def images(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Images | None:
         window: Window = call.options["window"]
         if window.kernel[0] == 1:
             return None
         return Images(window, axis.first(call.input, examples)[part].flatten(0, 1), call.options["groups"])
 
-    def gradients(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
+    def gradients_of_arranged(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
         return positions_of(g, call, axis, examples)
 
 

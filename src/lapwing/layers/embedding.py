@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lapwing.layers.rule import Call, ExampleAxis, Rule, bound
-from lapwing.tokens import Tokens
+from lapwing.tokens import TokenPair, Tokens
 from lapwing.views import Owner
 
 
@@ -27,6 +27,11 @@ class TokenRule(Rule):
     def gradients(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
         """Gradients at the output as `[K, N, R, D]`."""
         return axis.first(g, examples, skip=1).flatten(2, -2)
+
+    def total(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int, vocabulary: int) -> Tensor:
+        """The gradient of the weight, summed over the examples: `[V·D]`."""
+        tokens, own = self.tokens(call, axis, examples), self.gradients(call, g.unsqueeze(0), axis, examples)
+        return TokenPair(tokens, own, vocabulary).total()[0]
 
 
 class Embedding(TokenRule):

@@ -42,10 +42,14 @@ class Linear(PairRule):
     def example_axes(self, call: Call, output: torch.Size) -> range:
         return range(len(output) - 1)
 
+    def total(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> tuple[Tensor, Tensor]:
+        flat = g.flatten(0, -2)
+        return flat.T @ call.input.flatten(0, -2).to(g.dtype), flat.sum(0)
+
     def inputs(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Tensor:
         return axis.first(call.input, examples)[part].flatten(1, -2).unsqueeze(1)
 
-    def gradients(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
+    def gradients_of_arranged(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
         return axis.first(g, examples, skip=1).flatten(2, -2).unsqueeze(2)
 
 

@@ -66,10 +66,10 @@ class Product(PairRule):
         x = axis.first(call.input, examples)[part].flatten(1, lead)  # [n, R, *Q, *I]
         return x.reshape(*x.shape[:2], groups, inputs).transpose(1, 2)
 
-    def gradients(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
+    def gradients_of_arranged(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
         groups, outputs, _ = _shape(call)
         lead = call.options["lead"]
-        g = axis.first(self.arrange(call, g), examples, skip=1).flatten(2, lead + 1)  # [K, N, R, *Q, *O]
+        g = axis.first(g, examples, skip=1).flatten(2, lead + 1)  # [K, N, R, *Q, *O]
         return g.reshape(*g.shape[:3], groups, outputs).transpose(2, 3)
 
 

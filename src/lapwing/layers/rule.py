@@ -79,6 +79,13 @@ class ExampleAxis:
             return torch.unflatten(x, skip, (others, examples)).transpose(skip, skip + 1)
         return torch.unflatten(x, skip, (examples, others))
 
+    def spread(self, values: Tensor, size: int) -> Tensor:
+        """A value of each example `[N]` for every entry along the axis: `[N·k]`."""
+        others = size // len(values)
+        if others == 1:
+            return values
+        return values.repeat(others) if self.inner else values.repeat_interleave(others)
+
 
 @functools.cache
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
@@ -135,9 +142,19 @@ class PairRule(Rule):
     def inputs(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Tensor:
         """`a` of the examples in `part`: `[n, Q, R, I]`."""
 
-    @abstractmethod
     def gradients(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
         """Gradients at the output `[K, *output]` as `g`: `[K, N, Q, R, O]`."""
+        return self.gradients_of_arranged(call, self.arrange(call, g), axis, examples)
+
+    @abstractmethod
+    def gradients_of_arranged(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
+        """The same, the dimensions of `[K, *output]` arranged."""
+
+    def total(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> tuple[Tensor, Tensor]:
+        """`Σ_nr g aᵀ: [Q·O, I]` and `Σ_nr g: [Q·O]` from the (arranged) gradient at the output."""
+        canonical = self.gradients_of_arranged(call, g.unsqueeze(0), axis, examples)[0]
+        a = self.inputs(call, axis, examples, slice(0, examples)).to(g.dtype)
+        return torch.einsum("nqro,nqri->qoi", canonical, a).flatten(0, 1), canonical.sum((0, 2)).flatten()
 
     def images(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Images | None:
         """What `a` are patches of, where they are, so that their moments can be had without them."""

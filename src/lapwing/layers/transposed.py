@@ -59,7 +59,7 @@ class TransposedConvolution(PairRule):
         turned: Tensor = patches.unflatten(-1, (-1, *window.kernel)).flip(tuple(range(-window.dimensions, 0)))
         return turned.flatten(3)
 
-    def gradients(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
+    def gradients_of_arranged(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
         return positions_of(g, call, axis, examples)
 
 

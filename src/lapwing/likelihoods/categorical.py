@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -109,6 +110,8 @@ class Categorical:
         """
         logits = self._positions(outputs)
         examples, positions, classes = logits.shape
+        if positions == 1:
+            return self._target_first(logits, outputs, targets)
         column = self._root(logits, targets)
 
         def part(start: int, stop: int) -> Tensor:
@@ -119,6 +122,27 @@ class Categorical:
             return self._outputs(columns, outputs)
 
         return Columns(positions * (classes - 1), part)
+
+    def _target_first(self, logits: Tensor, outputs: Tensor, targets: Tensor) -> Columns:
+        """The same root with the classes in an order in which the target comes first.
+
+        Its first column is then `√(p_y/(1 − p_y)) (e_y − p)`, the gradient `∇_f log p` but for its length.
+        """
+        observed = self._observed(targets)
+        target = targets.long().reshape(observed.shape).masked_fill(~observed, 0).unsqueeze(-1)  # [N, 1, 1]
+        order = torch.arange(logits.shape[2], device=logits.device).expand(logits.shape)
+        order = order.scatter(2, target, 0).scatter(2, torch.zeros_like(target), target)  # swap it with the first
+        swapped = logits.gather(2, order)
+        column = self._root(swapped, targets)
+        log_p = swapped.log_softmax(-1)[:, 0]
+        ratio = 0.5 * (log_p[:, 1:].logsumexp(1) - log_p[:, 0])
+        safe = bool((ratio < math.log(torch.finfo(ratio.dtype).max) / 4).all())  # else the column is all but 0
+
+        def part(start: int, stop: int) -> Tensor:
+            columns = torch.stack([column(j) for j in range(start, stop)])
+            return self._outputs(columns.gather(3, order.expand(stop - start, *order.shape)), outputs)
+
+        return Columns(logits.shape[2] - 1, part, ratio.exp() * observed[:, 0] if safe else None)
 
     def _root(self, logits: Tensor, targets: Tensor) -> Callable[[int], Tensor]:
         """Column j of every position's own root, of logits `[N, E, C]`: `j -> [N, E, C]`."""
