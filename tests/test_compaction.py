@@ -99,7 +99,8 @@ def test_runs_the_few_uncertain_examples_alone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Tape, "record", counted)
     y = torch.arange(20) % 3
     la = Laplace(model, "classification", "full", rank_tolerance=0.01).fit([(x, y)])
-    assert seen == [20, 2]  # the batch, and the one uncertain example for each of its two columns
+    # The batch, a few examples of it to find the layers, and the one uncertain example for each of its two columns.
+    assert seen == [20, 8, 2]
     exact = Laplace(model, "classification", "full").fit([(x, y)])
     torch.testing.assert_close(
         la.curvature.blocks[0].accumulator.matrix(), exact.curvature.blocks[0].accumulator.matrix(), rtol=0, atol=0.02

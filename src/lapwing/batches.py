@@ -53,6 +53,10 @@ class Inputs:
     def requires_grad(self) -> bool:
         return any(tensor.requires_grad for tensor in self.tensors())
 
+    def all_batched(self, examples: int) -> bool:
+        """Whether every tensor has an example axis (dimension 0 of size `examples`)."""
+        return all(tensor.dim() > 0 and tensor.shape[0] == examples for tensor in self.tensors())
+
     def split(self, examples: int) -> SplitInputs:
         """Tell the leaves that have an example axis (dimension 0 of size `examples`) from the rest."""
         leaves, spec = tree_flatten((self.args, self.kwargs))

@@ -12,22 +12,37 @@ class Gram:
     """`Σ x xᵀ: [Q, d, d]`, or only its diagonal `[Q, d]`.
 
     Of a large matrix only the blocks on and above the diagonal are summed; those below are copied when it is read.
+    Memory is taken when there is something to add.
     """
 
-    def __init__(self, sums: Tensor) -> None:
-        self._sums, self._half = sums, False
+    def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
+        self.shape, self._like, self._half = shape, like.new_empty(0), False
+        self._whole: Tensor | None = None
+
+    @staticmethod
+    def of(sums: Tensor) -> Gram:
+        """A sum that exists already."""
+        found = Gram(tuple(sums.shape), sums)
+        found._whole = sums
+        return found
 
     @staticmethod
     def zeros(groups: int, size: int, dense: bool, like: Tensor) -> Gram:
-        return Gram(like.new_zeros((groups, size, size) if dense else (groups, size)))
+        return Gram((groups, size, size) if dense else (groups, size), like)
 
     @property
     def dense(self) -> bool:
-        return self._sums.dim() == 3
+        return len(self.shape) == 3
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._sums.dtype
+        return self._like.dtype
+
+    @property
+    def _sums(self) -> Tensor:
+        if self._whole is None:
+            self._whole = self._like.new_zeros(self.shape)
+        return self._whole
 
     @property
     def sums(self) -> Tensor:
@@ -51,7 +66,8 @@ class Gram:
         sums = self._sums[groups]
         step = _BLOCK if width >= 2 * _BLOCK else width
         for start in range(0, width, step):
-            sums[:, start : start + step, start:width].baddbmm_(rows[:, :, start : start + step].mT, rows[:, :, start:])
+            stop = min(start + step, width)
+            sums[:, start:stop, start:width].baddbmm_(rows[:, :, start:stop].mT, rows[:, :, start:])
         self._half |= step < width
         if bias:
             self._add_bias(sums, rows.sum(1), rows.shape[1])

@@ -32,6 +32,8 @@ from lapwing.reading import inputs_of
 from lapwing.recorder import Mailbox, Recorder, Use
 from lapwing.slope import Slope
 
+_PROBED = 8  # examples that tell as much of a network as a whole batch, where all its inputs are batched
+
 
 class MixedExamplesError(InputError):
     """A batch in which a layer mixes the examples that earlier batches kept apart; `outputs` are the batch's."""
@@ -99,6 +101,8 @@ class Tape:
         Where examples may be reordered by the data, or a gradient was 0 and told nothing, every batch is.
         """
         key = self._signature(record)
+        if key not in self._axes and record.examples > 2 * _PROBED and record.inputs.all_batched(record.examples):
+            self.record(record.inputs.split(record.examples).part(0, _PROBED), record.create_graph)
         if key not in self._axes or self.layers is None:
             axes, layers, decided = probe.examine(record)
             if self.layers is None:

@@ -12,31 +12,43 @@ from lapwing.basis import DenseBasis
 from lapwing.curvature.accumulator import Decomposition, eigh
 from lapwing.gradients import Gradients, parts
 from lapwing.gradients import Inputs as LayerInputs
+from lapwing.gram import Gram
 
 
 @dataclass
 class DenseAccumulator:
     """`H = Σ_kn g_kn g_knᵀ`: `[p, p]`. An exact Hessian may have negative eigenvalues; they are kept."""
 
-    sums: Tensor
+    total: Gram
     budget: int
     kind: str = "dense"
     elementwise: bool = False
+
+    @property
+    def sums(self) -> Tensor:
+        """H: `[p, p]`."""
+        return self.total.sums[0]
+
+    @property
+    def size(self) -> int:
+        return self.total.shape[1]
 
     def observe(self, inputs: LayerInputs) -> None:
         pass
 
     def update(self, gradients: Gradients) -> None:
-        size = self.sums.shape[0]
-        for start, stop in parts(gradients, size, self.budget):
-            rows = gradients.rows(start, stop).reshape(-1, size).to(self.sums.dtype)
-            self.sums.addmm_(rows.T, rows)
+        for start, stop in parts(gradients, self.size, self.budget):
+            self.total.add_rows(gradients.rows(start, stop).reshape(1, -1, self.size), slice(None))
+
+    def add(self, matrix: Tensor) -> None:
+        """Add a whole `[p, p]` that is not a sum of outer products."""
+        self.total.add_products(matrix.unsqueeze(0), matrix[:1], 0, slice(None), bias=False)
 
     def merge(self, other: Self) -> Self:
-        return replace(self, sums=self.sums + other.sums)
+        return replace(self, total=Gram.of((self.sums + other.sums).unsqueeze(0)))
 
     def scale(self, factor: float) -> Self:
-        return replace(self, sums=self.sums * factor)
+        return replace(self, total=Gram.of((self.sums * factor).unsqueeze(0)))
 
     def decompose(self, shape: Tensor | None) -> Decomposition:
         if shape is None:
@@ -57,7 +69,7 @@ class DenseAccumulator:
         return {"sums": self.sums}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        self.sums = tensors["sums"]
+        self.total = Gram.of(tensors["sums"].unsqueeze(0))
 
     def to(self, device: torch.device) -> Self:
-        return replace(self, sums=self.sums.to(device))
+        return replace(self, total=Gram.of(self.sums.to(device).unsqueeze(0)))

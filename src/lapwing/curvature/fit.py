@@ -74,7 +74,8 @@ class Fit:
             budget = self.options.budget
             blocks = (lowrank.fill(blocks[0], tape, self.likelihood, loader, self.unpack, budget, self.progress),)
         gradient = _by_parameter(tape, slopes)
-        return Curvature(self.structure, self.kind, blocks, statistics, gradient, traces).scale(1 / passes)
+        curvature = Curvature(self.structure, self.kind, blocks, statistics, gradient, traces)
+        return curvature if passes == 1 else curvature.scale(1 / passes)
 
     def _blocks(self, tape: Tape) -> tuple[Block, ...]:
         assert tape.layers is not None

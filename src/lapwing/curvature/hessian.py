@@ -34,7 +34,7 @@ def add_hessian(record: Record, likelihood: Likelihood, targets: Tensor, blocks:
             }
             rows[i] = block.pack(values)
         _check_symmetric(rows, block)
-        block.accumulator.sums += rows
+        block.accumulator.add(rows)
 
 
 def _second(slope: Tensor, tensors: list[Tensor]) -> tuple[Tensor | None, ...]:

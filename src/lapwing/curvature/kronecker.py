@@ -132,7 +132,7 @@ class KroneckerAccumulator:
         g = pair.g.sum(3, keepdim=True) if self.reduce else pair.g
         self.terms = (self.terms[0], self.terms[1] + g.shape[0] * g.shape[1] * g.shape[3])
         g = g.to(self.output_sum.dtype).permute(2, 0, 1, 3, 4)  # [Q, K, N, R, O]
-        if self.output_sum.dense and g.shape[4] < g.shape[3]:
+        if self.output_sum.dense and g.shape[4] <= g.shape[3] > 1:
             # A small product per example is cheaper than a copy in another order.
             products = (g.mT @ g).sum((1, 2))
             self.output_sum.add_products(products, products[:, 0], 0, groups, bias=False)
@@ -152,8 +152,8 @@ class KroneckerAccumulator:
             raise InputError("A kron='expand' and a kron='reduce' curvature do not merge.")
         return replace(
             self,
-            input_sum=Gram(self.inputs + other.inputs),
-            output_sum=Gram(self.outputs + other.outputs),
+            input_sum=Gram.of(self.inputs + other.inputs),
+            output_sum=Gram.of(self.outputs + other.outputs),
             positions=self.positions + other.positions,
             examples=self.examples + other.examples,
             terms=(self.terms[0] + other.terms[0], self.terms[1] + other.terms[1]),
@@ -162,8 +162,8 @@ class KroneckerAccumulator:
     def scale(self, factor: float) -> Self:
         return replace(
             self,
-            input_sum=Gram(self.inputs * factor),
-            output_sum=Gram(self.outputs * factor),
+            input_sum=Gram.of(self.inputs * factor),
+            output_sum=Gram.of(self.outputs * factor),
             positions=self.positions * factor,
             examples=self.examples * factor,
         )
@@ -209,7 +209,7 @@ class KroneckerAccumulator:
         return {"inputs": self.inputs, "outputs": self.outputs, "positions": self.positions, "counts": counts}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        self.input_sum, self.output_sum = Gram(tensors["inputs"]), Gram(tensors["outputs"])
+        self.input_sum, self.output_sum = Gram.of(tensors["inputs"]), Gram.of(tensors["outputs"])
         self.positions = tensors["positions"]
         self.examples, *terms = tensors["counts"].tolist()
         self.terms = (int(terms[0]), int(terms[1]))
@@ -217,8 +217,8 @@ class KroneckerAccumulator:
     def to(self, device: torch.device) -> Self:
         return replace(
             self,
-            input_sum=Gram(self.inputs.to(device)),
-            output_sum=Gram(self.outputs.to(device)),
+            input_sum=Gram.of(self.inputs.to(device)),
+            output_sum=Gram.of(self.outputs.to(device)),
             positions=self.positions.to(device),
         )
 

@@ -17,6 +17,7 @@ from lapwing.curvature.lowrank import LowRankAccumulator
 from lapwing.curvature.tied import TiedAccumulator
 from lapwing.errors import InputError
 from lapwing.gradients import Layer
+from lapwing.gram import Gram
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def _dense(layers: tuple[Layer, ...], options: StructureOptions, like: Tensor) -
             f"{size} numbers. Use structure='kron', 'ekfac' or 'diag', or make fewer weights Bayesian "
             "(weights='last_layer' or a glob)."
         )
-    return DenseAccumulator(like.new_zeros(size, size), options.budget)
+    return DenseAccumulator(Gram.zeros(1, size, True, like), options.budget)
 
 
 def _lowrank(layers: tuple[Layer, ...], options: StructureOptions, like: Tensor) -> Accumulator:

@@ -62,8 +62,8 @@ class TiedAccumulator:
         terms = tuple(a + b for a, b in zip(self.head.terms, self.embedding.terms, strict=True))
         return replace(
             self.head,
-            input_sum=Gram(right.to(like.dtype)),
-            output_sum=Gram(left.to(like.dtype)),
+            input_sum=Gram.of(right.to(like.dtype)),
+            output_sum=Gram.of(left.to(like.dtype)),
             positions=torch.ones_like(self.head.positions),
             terms=(terms[0], terms[1]),
         )

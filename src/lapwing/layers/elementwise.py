@@ -33,7 +33,7 @@ class Elementwise(RowRule):
         found = []
         if call.options["scales"]:
             x = axis.first(call.input, examples)
-            scale = _dot(g, x, positions)
+            scale = (g * x).sum([2 + i for i in positions], keepdim=True)
             if "mean" in call.options:
                 mean, rstd = (_along(call.options[name], axis, examples) for name in ("mean", "rstd"))
                 scale = (scale - mean * shift) * rstd
@@ -41,17 +41,6 @@ class Elementwise(RowRule):
         if call.options["shifts"]:
             found.append(shift)
         return torch.cat([value.flatten(2) for value in found], dim=2)
-
-
-def _dot(g: Tensor, x: Tensor, positions: list[int]) -> Tensor:
-    """`Σ_positions g ∘ x`, kept as dimensions of size 1: `g: [K, N, ...]`, `x: [N, ...]`."""
-    many = [i for i in positions if x.shape[1 + i] > 1]
-    if many and many == list(range(x.dim() - 1 - len(many), x.dim() - 1)):
-        # Positions last, as in images: products of rows need no memory for g ∘ x.
-        right = x.flatten(-len(many)).unsqueeze(-1)
-        dots = [(column.flatten(-len(many)).unsqueeze(-2) @ right).squeeze((-1, -2)) for column in g]
-        return torch.stack(dots)[(..., *[None] * len(many))]
-    return (g * x).sum([2 + i for i in positions], keepdim=True)
 
 
 def _along(value: Tensor, axis: ExampleAxis, examples: int) -> Tensor:

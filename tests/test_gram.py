@@ -1,0 +1,36 @@
+"""Symmetric sums against plain ones, small and larger than a block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lapwing.gram import Gram
+
+
+@pytest.mark.parametrize("size", [3, 300, 512, 700])
+@pytest.mark.parametrize("bias", [False, True])
+def test_sums_are_those_of_outer_products(size: int, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    groups, width = 2, size + bias
+    found = Gram.zeros(groups, width, True, torch.zeros(1, dtype=torch.float64))
+    diagonal = Gram.zeros(groups, width, False, torch.zeros(1, dtype=torch.float64))
+    expected = torch.zeros(groups, width, width, dtype=torch.float64)
+    for part in (slice(None), slice(1, 2), slice(0, 1)):
+        rows = torch.randn(len(range(groups)[part]), 5, size, generator=generator, dtype=torch.float64)
+        whole = torch.cat([rows, torch.ones(*rows.shape[:2], 1, dtype=rows.dtype)], 2) if bias else rows
+        expected[part] += whole.mT @ whole
+        found.add_rows(rows, part, bias)
+        diagonal.add_rows(rows, part, bias)
+        if part == slice(1, 2):
+            torch.testing.assert_close(found.sums, expected)  # read in between
+            products = rows.mT @ rows
+            found.add_products(products, rows.sum(1), rows.shape[1], part, bias)
+            expected[part] += whole.mT @ whole
+            diagonal.add_rows(rows, part, bias)
+    found.add_squares(torch.ones(width, dtype=torch.float64))
+    expected += torch.eye(width, dtype=torch.float64)
+    torch.testing.assert_close(found.sums, expected)
+    torch.testing.assert_close(found.sums, found.sums.mT, rtol=0, atol=1e-12)
+    diagonal.add_squares(torch.ones(width, dtype=torch.float64))
+    torch.testing.assert_close(diagonal.sums, expected.diagonal(dim1=1, dim2=2))
