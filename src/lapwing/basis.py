@@ -115,6 +115,22 @@ class KroneckerBasis(Basis):
         g, a = self._rotated(gradients, start, stop)
         return torch.einsum("knqro,nqri->knqoi", g, a)
 
+    def output_variance(self, a: Tensor, scale: Tensor) -> Tensor:
+        """Variances of the outputs `W a` of a layer of one group under this basis, `a: [N, I]`: `[N, O]`.
+
+        `Var_no = Σ_j U_oj² w_nj` with `w = â² Dᵀ`; no more is formed than the basis itself has.
+        """
+        if isinstance(self.input, Scaling):
+            a = a * self.input.values[0]
+        elif self.input is not None:
+            a = a @ self.input[0]
+        weights = a.square() @ scale[0].T
+        if self.output is None:
+            return weights
+        if isinstance(self.output, Scaling):
+            return weights * self.output.values[0].square()
+        return torch.cat([weights @ rows.square().T for rows in self.output[0].split(1024)], dim=1)
+
     def _of(self, part: Pair | TokenPair) -> KroneckerBasis:
         """The basis of the groups that a part has."""
         if isinstance(part, TokenPair) or part.groups is None:

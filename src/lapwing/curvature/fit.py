@@ -25,6 +25,7 @@ from lapwing.curvature.structures import StructureOptions, arrange, build, group
 from lapwing.curvature.tied import TiedAccumulator
 from lapwing.errors import InputError
 from lapwing.gradients import Gradients, weighed
+from lapwing.head import head_inputs
 from lapwing.likelihoods import Likelihood, Statistics
 from lapwing.slope import Slope
 from lapwing.tape import MixedExamplesError, Record, Tape
@@ -112,6 +113,9 @@ class Fit:
                 inputs = record.layer_inputs(block.layers[0])
                 if inputs is not None:
                     block.accumulator.observe(inputs)
+        if self.kind == "ggn" and len(blocks) == 1 and self._add_head(record, targets, blocks[0]):
+            self._add_slope(record, targets, slopes)
+            return Traces()
         if self.kind == "kfra":
             blocks = add_kfra(record, self.likelihood, targets, blocks, self.kfra_residual)
         vectors = columns(self.kind, self.likelihood, record.outputs, targets, self.samples, generator)
@@ -132,6 +136,23 @@ class Fit:
         if blocks:
             deliver(record, vectors, blocks, _update, slope=slope)
         return Traces()
+
+    def _add_head(self, record: Record, targets: Tensor, block: Block) -> bool:
+        """Where the one layer is the last and its output the model's, no column is needed: `G` is `Σ_n Λ_n`."""
+        a = head_inputs(record, block.layers[0]) if len(block.layers) == 1 else None
+        outputs, accumulator = record.outputs.detach(), block.accumulator
+        if a is None or not isinstance(accumulator, KroneckerAccumulator | DiagonalAccumulator):
+            return False
+        if isinstance(accumulator, DiagonalAccumulator):
+            if not accumulator.elementwise:
+                return False
+            diagonal = self.likelihood.hessian_diagonal(outputs, targets)
+            accumulator.sums += (diagonal.to(a.dtype).T @ a.square()).to(accumulator.sums.dtype)
+        elif accumulator.output_sum.dense:
+            accumulator.add_output_factor(self.likelihood.hessian_sum(outputs, targets))
+        else:
+            accumulator.output_sum.add_squares(self.likelihood.hessian_diagonal(outputs, targets).sum(0))
+        return True
 
     def _add_slope(self, record: Record, targets: Tensor, slopes: dict[str, Tensor] | None) -> None:
         """Add the gradient by a backward pass of its own."""

@@ -31,7 +31,6 @@ from lapwing.likelihoods import Likelihood
 from lapwing.tape import Record
 
 RESIDUAL = ("cross", "sum")
-_AT_ONCE = 64  # columns of the outputs' Hessian that are made together
 
 
 def add_kfra(
@@ -76,13 +75,7 @@ def _outputs_of(record: Record, block: Block) -> list[Activation]:
 
 def _mean_hessian(record: Record, likelihood: Likelihood, targets: Tensor) -> Tensor:
     """The mean of `Λ_n` over the batch, the outputs of an example flat: `[C, C]`."""
-    columns = likelihood.hessian_columns(record.outputs.detach(), targets)
-    size = record.outputs[0].numel()
-    total = record.outputs.new_zeros(size, size, dtype=record.dtype)
-    for start in range(0, columns.count, _AT_ONCE):
-        rows = columns.part(start, min(start + _AT_ONCE, columns.count)).reshape(-1, size).to(record.dtype)
-        total.addmm_(rows.T, rows)
-    return total / record.examples
+    return likelihood.hessian_sum(record.outputs.detach(), targets).to(record.dtype) / record.examples
 
 
 @dataclass

@@ -91,6 +91,12 @@ class Likelihood(Protocol):
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """`log p(y_n|f_n)` with all normalizers at unit noise: `[N]`."""
 
+    def hessian_diagonal(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The diagonal of every `Λ_n`: `[N, *output]`."""
+
+    def hessian_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """`Σ_n Λ_n`, the D outputs of an example flat: `[D, D]`."""
+
     def hessian_columns(self, outputs: Tensor, targets: Tensor) -> Columns:
         """`S_n` with `S_n S_nᵀ = Λ_n = −∇²_f log p(y_n|f_n)`, exactly."""
 

@@ -41,6 +41,12 @@ class Bernoulli:
         terms = -functional.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
         return terms.flatten(1).sum(1) if terms.dim() > 1 else terms
 
+    def hessian_diagonal(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.sigmoid(outputs) * torch.sigmoid(-outputs)
+
+    def hessian_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.diag(self.hessian_diagonal(outputs, targets).sum(0).flatten())
+
     def hessian_columns(self, outputs: Tensor, targets: Tensor) -> Columns:
         return diagonal(self._root(outputs))
 

@@ -103,6 +103,27 @@ class Categorical:
         chosen = log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1)
         return (chosen * observed).sum(1)
 
+    def hessian_diagonal(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        logits = self._positions(outputs)
+        log_p = logits.log_softmax(-1)
+        variances = log_p.exp() * -torch.expm1(log_p) * self._observed(targets).unsqueeze(-1)
+        return self._outputs(variances, outputs)
+
+    def hessian_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """`diag(Σ p) − Σ ppᵀ` at every position; the off-diagonal entries make its rows sum to 0."""
+        probs = self._positions(outputs).softmax(-1) * self._observed(targets).unsqueeze(-1)
+        blocks = [-(p.T @ p) for p in probs.unbind(1)]
+        for block in blocks:
+            block.fill_diagonal_(0)
+            block.diagonal().copy_(-block.sum(1))
+        if len(blocks) == 1:
+            return blocks[0]
+        index = torch.arange(outputs[0].numel(), device=outputs.device).reshape(1, *outputs.shape[1:])
+        order = self._positions(index.expand(1, *outputs.shape[1:])).flatten()  # output of every (position, class)
+        total = torch.zeros_like(torch.block_diag(*blocks))
+        total[order.unsqueeze(1), order] = torch.block_diag(*blocks)
+        return total
+
     def hessian_columns(self, outputs: Tensor, targets: Tensor) -> Columns:
         """C − 1 columns per position: the rows of a Cholesky factor of `diag(p) − ppᵀ`, which is
 

@@ -78,6 +78,12 @@ class Gaussian:
         densities = -0.5 * ((targets - outputs).square() / ratios + ratios.log() + math.log(2 * math.pi))
         return densities.flatten(1).sum(1) if densities.dim() > 1 else densities
 
+    def hessian_diagonal(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._ratios(outputs).reciprocal().expand_as(outputs)
+
+    def hessian_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.diag(self.hessian_diagonal(outputs, targets).sum(0).flatten())
+
     def hessian_columns(self, outputs: Tensor, targets: Tensor) -> Columns:
         return diagonal(self._ratios(outputs).rsqrt().expand_as(outputs))
 

@@ -18,6 +18,7 @@ from lapwing.curvature import Block
 from lapwing.curvature.blocks import deliver
 from lapwing.errors import InputError
 from lapwing.gradients import Gradients, Rows
+from lapwing.head import head_inputs
 from lapwing.posterior import BlockPosterior, Posterior
 from lapwing.predictive.lowrank import Coordinates
 from lapwing.reflectors import LowRankBasis
@@ -54,6 +55,9 @@ def latent(tape: Tape, posterior: Posterior, inputs: Inputs, joint: bool, keep: 
         singles = tape.singles(inputs, mixed.outputs, create_graph)
         found = _joined([_moments(single, posterior, joint, diagonal) for single in singles])
     else:
+        head = _of_head(record, posterior) if not joint and record.outputs[0].numel() > keep else None
+        if head is not None:
+            return head if create_graph else Latent(head.mean.detach(), head.covariance.detach(), True)
         diagonal = _only_variances(record.outputs, keep, max_columns)
         dense = max((_numbers(block) for block in posterior.blocks), default=0)
         columns = 1 if diagonal else record.outputs[0].numel()
@@ -68,6 +72,20 @@ def latent(tape: Tape, posterior: Posterior, inputs: Inputs, joint: bool, keep: 
                 parts.append(_moments(part, posterior, joint, diagonal))
             found = _joined(parts)
     return found if create_graph else Latent(found.mean.detach(), found.covariance.detach(), diagonal)
+
+
+def _of_head(record: Record, posterior: Posterior) -> Latent | None:
+    """Mean and variances where the only layer is the last and its output the model's: no column is needed."""
+    block = posterior.blocks[0]
+    a = head_inputs(record, block.block.layers[0]) if len(posterior.blocks) == len(block.block.layers) == 1 else None
+    if a is None or not isinstance(block.basis, KroneckerBasis):
+        return None
+    basis, scale = block.basis.to(record.dtype), block.scale.detach().to(record.dtype)
+    mean = record.outputs
+    if posterior.center != "network":
+        step = block.block.pack(posterior.step).to(record.dtype).unflatten(0, basis.shape[1:])
+        mean = (mean + a @ step.T).to(mean.dtype)
+    return Latent(mean, basis.output_variance(a, scale).to(mean.dtype), True)
 
 
 def _only_variances(outputs: Tensor, keep: int, max_columns: int) -> bool:
