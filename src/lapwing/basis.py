@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from lapwing import position_pairs
 from lapwing.gradients import Gradients, Pair, Uses, parts
 from lapwing.tokens import Segments, TokenPair
 
@@ -182,14 +183,23 @@ class KroneckerBasis(Basis):
     def squares(self, gradients: Gradients, budget: int) -> Tensor:
         if isinstance(gradients, TokenPair) and not isinstance(self.output, Tensor):
             return self._picked(gradients).squares(self.shape[1])
-        if not isinstance(gradients, Pair) or gradients.positions > 1:
+        if not isinstance(gradients, Pair):
             return super().squares(gradients, budget)
+        if _by_pairs(gradients):
+            return _sum(
+                position_pairs.squares(*self._rotated(gradients, *part)) for part in self._chunks(gradients, budget)
+            )
+        if gradients.positions > 1:
+            return super().squares(gradients, min(budget, _CACHE))  # what follows is elementwise on large arrays
         g, a = self._rotated(gradients, 0, gradients.examples)
         return torch.einsum("nqo,nqi->qoi", g.squeeze(3).square().sum(0), a.squeeze(2).square())
 
     def variance(self, gradients: Gradients, scale: Tensor, budget: int) -> Tensor:
         if isinstance(gradients, TokenPair) and not isinstance(self.output, Tensor):
             return self._picked(gradients).variance(scale[0])
+        if isinstance(gradients, Pair) and _by_pairs(gradients):
+            chunks = [self._rotated(gradients, *part) for part in self._chunks(gradients, budget)]
+            return torch.cat([position_pairs.variance(g, a, scale) for g, a in chunks], dim=1)
         if not isinstance(gradients, Pair) or gradients.positions > 1:
             return super().variance(gradients, scale, budget)
         found = []
@@ -203,6 +213,9 @@ class KroneckerBasis(Basis):
     def covariance(self, gradients: Gradients, scale: Tensor, budget: int) -> Tensor:
         if isinstance(gradients, TokenPair) and not isinstance(self.output, Tensor):
             return self._picked(gradients).covariance(scale[0])
+        if isinstance(gradients, Pair) and _by_pairs(gradients):
+            chunks = [self._rotated(gradients, *part) for part in self._chunks(gradients, budget)]
+            return torch.cat([position_pairs.covariance(g, a, scale) for g, a in chunks])
         if not isinstance(gradients, Pair) or gradients.positions > 1:
             return super().covariance(gradients, scale, budget)
         found = []
@@ -212,6 +225,12 @@ class KroneckerBasis(Basis):
                 covariance = _outer(single.plain * single.ceiling.sqrt().unsqueeze(-1)) - covariance
             found.append(covariance)
         return torch.cat(found)
+
+    def _chunks(self, pair: Pair, budget: int) -> list[tuple[int, int]]:
+        """Ranges of examples whose products between positions fit into the budget."""
+        groups, outputs, inputs = self.shape
+        size = groups * pair.positions**2 * (outputs + inputs)
+        return list(parts(pair, max(1, size // pair.columns), budget))
 
     def _singles(self, pair: Pair, scale: Tensor) -> Iterator[_Single]:
         """Layers with one position per example: `g_kᵀ U_G diag(w_n) U_Gᵀ g_l` with `w_no = Σ_i â_ni² D_oi`.
@@ -266,6 +285,14 @@ class KroneckerBasis(Basis):
             rows = rows.flatten(2).flatten(0, 1)
             total = total + rows @ rows.mT
         return total
+
+
+_CACHE = 2**22  # bytes that stay close to the processor
+
+
+def _by_pairs(pair: Pair) -> bool:
+    """Whether products between the positions of an example are fewer than those between positions and columns."""
+    return pair.positions > 1 and pair.positions + 1 < 2 * pair.columns
 
 
 @dataclass(frozen=True)

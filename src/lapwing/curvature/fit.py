@@ -134,8 +134,13 @@ class Fit:
         if ranked:
             return self._add_ranked(record, vectors, blocks)
         if blocks:
-            deliver(record, vectors, blocks, _update, slope=slope)
+            deliver(record, vectors, blocks, _update, self._together(record, vectors), slope)
         return Traces()
+
+    def _together(self, record: Record, vectors: Columns) -> bool:
+        """Structures that form gradients read the inputs once for all columns, where those fit into memory."""
+        size = sum(use.output.numel() for use in record.uses) * record.outputs.element_size()
+        return self.structure in ("diag", "ekfac") and 4 * size * vectors.count <= self.options.budget
 
     def _add_head(self, record: Record, targets: Tensor, block: Block) -> bool:
         """Where the one layer is the last and its output the model's, no column is needed: `G` is `Σ_n Λ_n`."""
