@@ -20,7 +20,8 @@ _JACOBIANS: dict[Any, dict[str, Tensor]] = {}
 def jacobian(model: nn.Module, x: Any, names: list[str]) -> dict[str, Tensor]:
     """`{name: [N, D, *shape]}`, one backward pass for every output of every example; remembered by values."""
     values = (*model.state_dict().values(), x)
-    key = (repr(model), tuple(names), tuple((value.shape, value.cpu().numpy().tobytes()) for value in values))
+    plain = tuple(str(v) for part in model.modules() for v in vars(part).values() if isinstance(v, int | float | str))
+    key = (repr(model), plain, tuple(names), tuple((value.shape, value.cpu().numpy().tobytes()) for value in values))
     if key not in _JACOBIANS:
         _JACOBIANS[key] = _jacobian(model, x, names)
     return _JACOBIANS[key]

@@ -99,8 +99,7 @@ def test_runs_the_few_uncertain_examples_alone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Tape, "record", counted)
     y = torch.arange(20) % 3
     la = Laplace(model, "classification", "full", rank_tolerance=0.01).fit([(x, y)])
-    # The batch, a few examples of it to find the layers, and the one uncertain example for each of its two columns.
-    assert seen == [20, 8, 2]
+    assert seen == [20, 2]  # the batch, and the one uncertain example for each of its two columns
     exact = Laplace(model, "classification", "full").fit([(x, y)])
     torch.testing.assert_close(
         la.curvature.blocks[0].accumulator.matrix(), exact.curvature.blocks[0].accumulator.matrix(), rtol=0, atol=0.02
@@ -129,3 +128,15 @@ def test_an_input_as_long_as_the_batch_that_has_no_examples_is_an_error() -> Non
     la = Laplace(Shared().double(), "classification", rank_tolerance=0.2)
     with pytest.raises(ValueError, match="rank_tolerance=0"):
         la.fit([(x, torch.ones(8, dtype=x.dtype), y)])
+
+
+@pytest.mark.parametrize(("examples", "tolerance"), [(3, 0.6), (100, 0.2)])
+def test_equal_columns_are_dropped_as_many_as_reported(examples: int, tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Linear(3, 5).double()
+    x = torch.randn(examples, 3, generator=generator, dtype=torch.float64)
+    y = torch.randn(examples, 5, generator=generator, dtype=torch.float64)
+    la = Laplace(model, "regression", "full", rank_tolerance=tolerance, weights="bias").fit([(x, y)])
+    kept = float(la.curvature.blocks[0].accumulator.matrix().trace()) / (5 * examples)
+    assert 1 - kept == pytest.approx(la.curvature.dropped, abs=1e-12)
+    assert 0 < la.curvature.dropped <= tolerance

@@ -220,9 +220,9 @@ class KroneckerBasis(Basis):
             return super().covariance(gradients, scale, budget)
         found = []
         for single in self._singles(gradients, scale):
-            covariance = _outer(single.rotated * single.weights.sqrt())
+            covariance = _outer(single.rotated, single.weights)
             if single.plain is not None:
-                covariance = _outer(single.plain * single.ceiling.sqrt().unsqueeze(-1)) - covariance
+                covariance = _outer(single.plain, single.ceiling.unsqueeze(-1)) - covariance
             found.append(covariance)
         return torch.cat(found)
 
@@ -307,10 +307,10 @@ class _Single:
     ceiling: Tensor = field(default_factory=lambda: torch.zeros(()))
 
 
-def _outer(g: Tensor) -> Tensor:
-    """`Σ_qo g_knqo g_lnqo`: `[n, K, K]`."""
-    rows = g.flatten(2).transpose(0, 1)
-    return rows @ rows.mT
+def _outer(g: Tensor, weights: Tensor) -> Tensor:
+    """`Σ_qo w_nqo g_knqo g_lnqo`: `[n, K, K]`."""
+    left, right = ((x.flatten(2)).transpose(0, 1) for x in (g, g * weights))
+    return left @ right.mT
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,9 @@ class Inputs:
         return any(tensor.requires_grad for tensor in self.tensors())
 
     def all_batched(self, examples: int) -> bool:
-        """Whether every tensor has an example axis (dimension 0 of size `examples`)."""
-        return all(tensor.dim() > 0 and tensor.shape[0] == examples for tensor in self.tensors())
+        """Whether there are tensors, each with an example axis (dimension 0 of size `examples`)."""
+        found = self.tensors()
+        return bool(found) and all(tensor.dim() > 0 and tensor.shape[0] == examples for tensor in found)
 
     def split(self, examples: int) -> SplitInputs:
         """Tell the leaves that have an example axis (dimension 0 of size `examples`) from the rest."""

@@ -29,7 +29,8 @@ _REORDERING = {
 class Graph:
     """`reached[i]`: the output depends on use i. `frontier`: the uses behind which there is no other,
     so that a backward pass towards them visits all. `leaves`: identities of the parameters reached.
-    `reorders`: some operation may have put the examples into an order of its own.
+    `reorders`: some operation may have put the examples into an order of its own. `divided`: into which pieces tensors
+    were split along their first dimension, as ragged batches are.
     """
 
     reached: tuple[bool, ...]
@@ -37,6 +38,7 @@ class Graph:
     leaves: frozenset[int]
     batchable: bool
     reorders: bool
+    divided: tuple[tuple[int, ...], ...] = ()
 
 
 def walk(output: Tensor, edges: list[GradientEdge], stop: object = None) -> Graph:
@@ -45,6 +47,7 @@ def walk(output: Tensor, edges: list[GradientEdge], stop: object = None) -> Grap
     behind: dict[Any, bool] = {}
     leaves: set[int] = set()
     kinds: set[str] = set()
+    divided: list[tuple[int, ...]] = []
     stack: list[tuple[Any, bool]] = [(output.grad_fn, False)]
     while stack:
         node, children_done = stack.pop()
@@ -59,8 +62,10 @@ def walk(output: Tensor, edges: list[GradientEdge], stop: object = None) -> Grap
             leaves.add(id(node.variable))
         else:
             kinds.add(node.name())
+            if node.name() == "SplitWithSizesBackward0" and node._saved_dim == 0:
+                divided.append(tuple(node._saved_split_sizes))
         stack.append((node, True))
         stack.extend((child, False) for child, _ in node.next_functions if child and child not in behind)
     reached = tuple(edge.node in behind for edge in edges)
     frontier = tuple(i for i, edge in enumerate(edges) if reached[i] and not behind[edge.node])
-    return Graph(reached, frontier, frozenset(leaves), kinds <= _BATCHABLE, bool(kinds & _REORDERING))
+    return Graph(reached, frontier, frozenset(leaves), kinds <= _BATCHABLE, bool(kinds & _REORDERING), tuple(divided))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,41 +30,63 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lapwing")
 
 
+_GROUPS = 16  # most groups that the rows of one matrix are divided into
 Axes = tuple[ExampleAxis | None, ...]
 
 
-def examine(record: Record) -> tuple[Axes, tuple[Layer, ...], bool]:
-    """The example axis of each use (None where the examples are coupled or absent), the layers, and whether
-    the gradients told all of it (a gradient that is 0 tells nothing).
+@dataclass(frozen=True)
+class Examined:
+    """What a probe found: the example axis of each use (None where the examples are coupled or absent), which uses
+    count (of those recorded twice one does), the layers, the parameters with a gradient, and whether the gradients
+    told all of it (a gradient that is 0 tells nothing).
     """
+
+    axes: Axes
+    counts: tuple[bool, ...]
+    layers: tuple[Layer, ...]
+    reached: frozenset[str]
+    decided: bool
+
+
+def examine(record: Record) -> Examined:
+    """Backpropagate a vector, and the same scaled by a number of each example's own."""
     vector, scale = _random(record)
     edges: list[Tensor | GradientEdge] = [use.edge for use in record.uses]
     both = _backward(record, [*edges, *record.parameters.values()], vector)
     plain, truth = both[: len(edges)], dict(zip(record.parameters, both[len(edges) :], strict=True))
+    moved = frozenset(name for name, gradient in truth.items() if gradient is not None and bool(dense(gradient).any()))
     if not edges:
-        return (), _layers(record, (), plain, truth), True
+        return Examined((), (), _layers(record, plain, truth), moved, True)
     scaled = _backward(record, edges, vector * scale.view(-1, *[1] * (vector.dim() - 1)))
-    axes = tuple(
+    record.axes = tuple(
         _find(use, first, second, scale) for use, first, second in zip(record.uses, plain, scaled, strict=True)
     )
+    record.counts = _counts(record.uses, record.axes)
     reached = [gradient for gradient, found in zip(plain, record.graph.reached, strict=True) if found]
     decided = all(gradient is not None and _tells(gradient) for gradient in reached)
-    return axes, _layers(record, axes, plain, truth), decided
+    return Examined(record.axes, record.counts, _layers(record, plain, truth), moved, decided)
 
 
-def _layers(
-    record: Record, axes: Axes, plain: list[Tensor | None], truth: dict[str, Tensor | None]
-) -> tuple[Layer, ...]:
+def _counts(uses: tuple[Use, ...], axes: Axes) -> tuple[bool, ...]:
+    """A use whose output was repeated counts as it was if it had examples of its own, else as repeated."""
+    repeated = {use.instead_of for use in uses if use.instead_of is not None}
+    return tuple(
+        axes[i] is not None or i not in repeated if use.instead_of is None else axes[use.instead_of] is None
+        for i, use in enumerate(uses)
+    )
+
+
+def _layers(record: Record, plain: list[Tensor | None], truth: dict[str, Tensor | None]) -> tuple[Layer, ...]:
     """Read by rules where the self-check against autograd holds; every other parameter takes the fallback."""
     parameters = record.parameters
     found: list[Layer] = []
     covered: set[str] = set()
     by_weight: dict[str, list[int]] = {}
     for i, use in enumerate(record.uses):
-        if use.output.numel():  # an expert that no example went to was not used
+        if use.output.numel() and record.counts[i]:  # an expert that no example went to was not used
             by_weight.setdefault(use.weight, []).append(i)
     biases = [record.uses[uses[0]].bias for uses in by_weight.values()]
-    record.axes = axes
+    axes = record.axes
     for weight, indices in by_weight.items():
         uses = [record.uses[i] for i in indices]
         layer = None if any(axes[i] is None for i in indices) else read_layer(weight, uses, parameters)
@@ -97,7 +120,7 @@ def read_layer(weight: str, uses: list[Use], parameters: dict[str, Tensor]) -> L
         shape = _common_groups(calls, parameters[weight].shape)
     elif len({call.shape for call in calls}) > 1:
         shape = None
-    if shape is None:
+    if shape is None or (bias is not None and parameters[bias].numel() != shape[0] * shape[1]):
         return None
     form = "pair" if tokens == {False} else "tokens" if tokens == {True} else "tied"
     full = (shape[0], shape[1], shape[2] + (bias is not None))
@@ -112,6 +135,8 @@ def _common_groups(calls: list[Call], size: torch.Size) -> tuple[int, int, int] 
         return None
     edges = [edge for call in calls if call.rows is not None for edge in (call.rows.start, call.rows.stop)]
     rows = math.gcd(*edges, size[0])
+    if rows < size[0] // _GROUPS:
+        return None  # each group has factors of its own
     return size[0] // rows, rows, size[1:].numel()
 
 

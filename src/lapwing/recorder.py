@@ -14,17 +14,21 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lapwing.layers import LONE_BIAS, RULES, Call, Rule
-from lapwing.views import owner_of
+from lapwing.views import View, owner_of
 
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a Bayesian weight: the rule that reads it, its input, and the edge of its output."""
+    """One use of a Bayesian weight: the rule that reads it, its input, and the edge of its output.
+
+    `instead_of` is the number of the same use before its output was repeated; the probe keeps one of the two.
+    """
 
     rule: Rule
     call: Call
     edge: GradientEdge
     output: torch.Size
+    instead_of: int | None = None
 
     @property
     def weight(self) -> str:
@@ -63,9 +67,14 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, names: Mapping[int, str], mailbox: Mailbox) -> None:
         super().__init__()
-        self.owner, self.mailbox, self.uses = owner_of(names), mailbox, list[Use]()
+        self._view, self.mailbox, self.uses = owner_of(names), mailbox, list[Use]()
         self._nodes: dict[object, int] = {}
-        self._hooks: list[Any] = []
+
+    def owner(self, value: object) -> View | None:
+        """The parameter of which a value is a view, unless it is the result of a use that was read already."""
+        if isinstance(value, Tensor) and value.grad_fn is not None and value.grad_fn in self._nodes:
+            return None
+        return self._view(value)
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -91,7 +100,12 @@ class Recorder(TorchFunctionMode):
     def _add(self, rule: Rule, call: Call, output: Tensor) -> None:
         use = Use(rule, call, get_gradient_edge(output), output.shape)
         self._nodes.setdefault(use.edge.node, len(self.uses))
-        self._hooks.append(self._listen(len(self.uses), output))
+        self._keep(use, output)
+
+    def _keep(self, use: Use, output: Tensor) -> None:
+        """A hook set now sees the gradient of the value as it is now, whatever happens to it in place."""
+        index, mailbox = len(self.uses), self.mailbox
+        output.register_hook(lambda gradient: mailbox.deliver(index, gradient))
         self.uses.append(use)
 
     def _lone_bias(
@@ -100,21 +114,17 @@ class Recorder(TorchFunctionMode):
         """A Bayesian bias that does not come with its weight: it shifts the output, and that is all."""
         given = kwargs.get("bias", args[2] if len(args) > 2 else None)
         view = self.owner(given) if call is None or call.bias is None else None
-        if view is None:
+        if view is None or not isinstance(given, Tensor):
             return None
         align = rule.bias_align(output, kwargs["weight"] if "weight" in kwargs else args[1])
-        if align is None:
+        if align is None or given.numel() != max(align):
             return None
         return Call(output, view.name, None, None, {"align": align, "scales": False, "shifts": True}, view.rows)
 
-    def _listen(self, index: int, output: Tensor) -> Any:
-        """A hook set now sees the gradient of the value as it is now, whatever happens to it in place."""
-        mailbox = self.mailbox
-        return output.register_hook(lambda gradient: mailbox.deliver(index, gradient))
-
     def _broadcast(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Where the result of a use without examples (a position embedding) is added to activations of many, record
-        it as if it had been computed for each example: the gradient there is not summed over them yet.
+        """Where the result of a use is repeated to be added to larger activations, record it a second time, as if it
+        had been computed for each entry: where it has no examples of its own (a position embedding), the gradient
+        there is not summed over them yet.
         """
         left, right = args
         if not (isinstance(left, Tensor) and isinstance(right, Tensor)) or left.shape == right.shape:
@@ -131,7 +141,5 @@ class Recorder(TorchFunctionMode):
         if call is None:
             return value
         expanded = value.expand(shape)
-        self._hooks[index].remove()
-        self._hooks[index] = self._listen(index, expanded)
-        self.uses[index] = replace(use, call=call, edge=get_gradient_edge(expanded), output=shape)
+        self._keep(replace(use, call=call, edge=get_gradient_edge(expanded), output=shape, instead_of=index), expanded)
         return expanded

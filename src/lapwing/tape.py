@@ -7,6 +7,7 @@ holds them or how often they are used. What no rule reads takes the exact fallba
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,9 @@ from lapwing.slope import Slope
 _PROBED = 8  # examples that tell as much of a network as a whole batch, where all its inputs are batched
 
 
+logger = logging.getLogger("lapwing")
+
+
 class MixedExamplesError(InputError):
     """A batch in which a layer mixes the examples that earlier batches kept apart; `outputs` are the batch's."""
 
@@ -52,11 +56,17 @@ class Tape:
     output: ReadOutput | None = None
     budget: int = 2**30
     layers: tuple[Layer, ...] | None = None
-    _axes: dict[Any, tuple[ExampleAxis | None, ...]] = field(default_factory=dict, repr=False)
-    _fallback: PerExample | None = field(default=None, repr=False)
+    _known: dict[Any, _Reading] = field(default_factory=dict, repr=False)
+    _fallbacks: dict[frozenset[str], PerExample] = field(default_factory=dict, repr=False)
 
     def record(self, inputs: Inputs, create_graph: bool = False) -> Record:
         """Run the model under the recorder. The model must be borrowed (see `guard`)."""
+        record = self._run(inputs, create_graph)
+        known = self._reading(record)
+        record.axes, record.counts, record.lost = known.axes, known.counts, known.lost
+        return record
+
+    def _run(self, inputs: Inputs, create_graph: bool) -> Record:
         mailbox = Mailbox()
         parameters: dict[str, Tensor] = dict(self.parameters)
         if create_graph:  # aliases, so that a backward pass of the user's through the result ends here
@@ -75,44 +85,47 @@ class Tape:
                 "The model's output does not depend on any Bayesian parameter through autograd. Remove "
                 "torch.no_grad(), .detach() or torch.jit.script from its forward pass, or choose other weights."
             )
-        record = Record(self, inputs, outputs, parameters, tuple(recorder.uses), mailbox, create_graph)
-        record.axes = self._example_axes(record)
-        return record
+        return Record(self, inputs, outputs, parameters, tuple(recorder.uses), mailbox, create_graph)
 
     def singles(self, inputs: Inputs, outputs: Tensor, create_graph: bool = False) -> Iterator[Record]:
         """One record per example, for batches that mix them: alone, everything belongs to the one example."""
         split = inputs.split(outputs.shape[0])
-        largest = outputs.abs().amax()
         for n in range(outputs.shape[0]):
             record = self.record(split.part(n, n + 1), create_graph)
-            found, expected = record.outputs.detach(), outputs[n : n + 1]
-            if found.shape != expected.shape or bool(
-                ((found - expected).abs() > 10 * tolerance(outputs.dtype) * largest).any()
-            ):
+            if not agree(record.outputs, outputs[n : n + 1], outputs):
                 raise InputError(
                     "The examples of this batch interact: alone they have other outputs. Examples must be independent "
                     "in eval mode, and each batched input needs its examples along dimension 0."
                 )
             yield record
 
-    def _example_axes(self, record: Record) -> tuple[ExampleAxis | None, ...]:
-        """The example axis of every use: probed once per shape, the batch size apart.
+    def _reading(self, record: Record) -> _Reading:
+        """How the uses are read: probed once per shape, the batch size apart.
 
         Where examples may be reordered by the data, or a gradient was 0 and told nothing, every batch is.
         """
         key = self._signature(record)
-        if key not in self._axes and record.examples > 2 * _PROBED and record.inputs.all_batched(record.examples):
-            self.record(record.inputs.split(record.examples).part(0, _PROBED), record.create_graph)
-        if key not in self._axes or self.layers is None:
-            axes, layers, decided = probe.examine(record)
-            if self.layers is None:
-                self.layers = layers
-            else:
-                _check_same(self.layers, layers, record)
-            if record.graph.reorders or not decided:
-                return axes  # the next batch may differ
-            self._axes[key] = axes
-        return self._axes[key]
+        if key in self._known and self.layers is not None:
+            return self._known[key]
+        found = probe.examine(self._few(record, key) or record)
+        if self.layers is None:
+            self.layers = found.layers
+        reading = _Reading(found.axes, found.counts, _lost(self.layers, found, record))
+        if not record.graph.reorders and found.decided:
+            self._known[key] = reading  # else the next batch may differ
+        return reading
+
+    def _few(self, record: Record, key: Any) -> Record | None:
+        """A pass over a few examples, which tell as much as the batch if they come out as they do in it."""
+        if record.examples <= 2 * _PROBED or not record.inputs.all_batched(record.examples):
+            return None
+        try:
+            few = self._run(record.inputs.split(record.examples).part(0, _PROBED), record.create_graph)
+        except RuntimeError as failure:
+            logger.info("The model fails on a part of a batch (%s); the layers are found from the whole", failure)
+            return None
+        same = agree(few.outputs, record.outputs[:_PROBED], record.outputs)
+        return few if same and self._signature(few) == key else None
 
     def _signature(self, record: Record) -> Any:
         examples = record.examples
@@ -121,15 +134,15 @@ class Tape:
             for tensor in record.inputs.tensors()
         )
         uses = tuple((use.weight, use.output.numel() / examples) for use in record.uses)
-        return shapes, uses, record.graph.reached
+        return shapes, uses, record.graph.reached, record.graph.divided
 
-    def fallback(self) -> PerExample:
-        """The per-example gradients of all parameters that are not read as a pair."""
-        if self._fallback is None:
-            assert self.layers is not None
-            names = [name for layer in self.layers if layer.path == "fallback" for name in layer.parameters]
-            self._fallback = PerExample(self.forward, tuple(names))
-        return self._fallback
+    def fallback(self, lost: frozenset[str] = frozenset()) -> PerExample:
+        """The per-example gradients of all parameters that no rule reads, and of the layers `lost`."""
+        if lost not in self._fallbacks:
+            layers = [layer for layer in self.layers or () if layer.path == "fallback" or layer.name in lost]
+            names = [name for layer in layers for name in layer.parameters]
+            self._fallbacks[lost] = PerExample(self.forward, tuple(names))
+        return self._fallbacks[lost]
 
     def kernels(self, create_graph: bool) -> AbstractContextManager[None]:
         """Operations that can be differentiated once, or twice where a graph of the gradients is wanted."""
@@ -155,6 +168,9 @@ class Record:
     mailbox: Mailbox
     create_graph: bool
     axes: tuple[ExampleAxis | None, ...] = ()
+    counts: tuple[bool, ...] = ()
+    lost: frozenset[str] = frozenset()
+    """Layers that a rule reads elsewhere, but not in this pass."""
     _graph: Graph | None = None
     _calls: dict[int, Call] = field(default_factory=dict, repr=False)
 
@@ -173,18 +189,16 @@ class Record:
             self._graph = walk(self.outputs, [use.edge for use in self.uses])
         return self._graph
 
-    def of(self, examples: Tensor) -> Record:
-        """A pass over some examples of this one, each as often as it is named: `[M]` indices."""
-        record = self.tape.record(self.inputs.split(self.examples).pick(examples), self.create_graph)
-        expected = self.outputs.detach()[examples]
-        allowed = 10 * tolerance(expected.dtype) * self.outputs.detach().abs().amax()
-        if record.outputs.shape != expected.shape or bool(((record.outputs - expected).abs() > allowed).any()):
-            raise InputError(
-                "Some examples of a batch on their own give other outputs than within it, so it cannot be made "
-                "smaller: an input without example axis is as long as the batch, or examples interact. "
-                "Use rank_tolerance=0."
-            )
-        return record
+    def of(self, examples: Tensor) -> Record | None:
+        """A pass over some examples of this one, each as often as it is named, `[M]` indices; None if they do not
+        come out as they do here (an input without example axis is as long as the batch, or examples interact).
+        """
+        try:
+            record = self.tape.record(self.inputs.split(self.examples).pick(examples), self.create_graph)
+        except (MixedExamplesError, RuntimeError) as failure:
+            logger.info("The model fails on some examples of a batch: %s", failure)
+            return None
+        return record if agree(record.outputs, self.outputs[examples], self.outputs) else None
 
     def uses_of(self, layer: Layer) -> list[int]:
         """The uses of a layer's weight that the outputs depend on."""
@@ -193,6 +207,7 @@ class Record:
             i
             for i, use in enumerate(self.uses)
             if (use.weight == first or (layer.form == "rows" and use.bias == first))
+            and self.counts[i]
             and self.graph.reached[i]
             and use.output.numel()
         ]
@@ -204,7 +219,8 @@ class Record:
             seen = use.call.input if self.create_graph else use.call.input.detach()
             seen = seen.to(self.dtype) if seen.is_floating_point() else seen
             with torch.set_grad_enabled(self.create_graph):
-                self._calls[index] = use.rule.prepare(replace(use.call, input=seen))
+                options = use.call.options if self.create_graph else _detached(use.call.options)
+                self._calls[index] = use.rule.prepare(replace(use.call, input=seen, options=options))
         return self._calls[index]
 
     def layer_inputs(self, layer: Layer) -> LayerInputs | None:
@@ -227,7 +243,7 @@ class Record:
         where all do not fit. `slope` is made of the first column.
         """
         layers = [layer for layer in self.tape.layers or () if layer.name in wanted]
-        pairs = [layer for layer in layers if layer.path != "fallback"]
+        pairs = [layer for layer in layers if layer.path != "fallback" and layer.name not in self.lost]
         step = columns.count if together else min(columns.count, self._columns_at_once())
         if pairs:
             for start in range(0, columns.count, step):
@@ -240,8 +256,7 @@ class Record:
         rows = [
             layer
             for layer in layers
-            if layer.path == "fallback"
-            and any(id(self.parameters[name]) in self.graph.leaves for name in layer.parameters)
+            if layer not in pairs and any(id(self.parameters[name]) in self.graph.leaves for name in layer.parameters)
         ]
         if rows:
             self._rows(columns, rows, consume, together, slope)
@@ -262,7 +277,7 @@ class Record:
     def _rows(
         self, columns: Columns, layers: list[Layer], consume: Consume, together: bool, slope: Slope | None
     ) -> None:
-        fallback = self.tape.fallback()
+        fallback = self.tape.fallback(self.lost)
         size = sum(self.parameters[name].numel() for name in fallback.names) * self.outputs.element_size()
         step = columns.count if together else max(1, self.tape.budget // max(1, size))
         activations = sum(use.output.numel() for use in self.uses) * self.outputs.element_size() // self.examples
@@ -290,15 +305,42 @@ class Record:
         }
 
 
-def _check_same(known: tuple[Layer, ...], found: tuple[Layer, ...], record: Record) -> None:
-    """A layer that was read by a rule before, and is used in this pass, must be here too."""
-    used = {use.weight for use in record.uses if use.output.numel()}
-    read = {(name, layer.shape) for layer in found if layer.path != "fallback" for name in layer.parameters}
-    before = [layer for layer in known if layer.path != "fallback" and layer.parameters[0] in used]
-    lost = [layer.name for layer in before if any((name, layer.shape) not in read for name in layer.parameters)]
-    if lost:
+@dataclass(frozen=True)
+class _Reading:
+    """How the uses of a pass are read: see `Record`."""
+
+    axes: tuple[ExampleAxis | None, ...]
+    counts: tuple[bool, ...]
+    lost: frozenset[str]
+
+
+def agree(found: Tensor, expected: Tensor, whole: Tensor) -> bool:
+    """Whether outputs are those expected, up to rounding of the `whole` batch."""
+    if found.shape != expected.shape:
+        return False
+    allowed = 10 * tolerance(whole.dtype) * whole.detach().abs().amax()
+    return not bool(((found - expected).detach().abs() > allowed).any())
+
+
+def _detached(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in options.items()}
+
+
+def _lost(known: tuple[Layer, ...], found: probe.Examined, record: Record) -> frozenset[str]:
+    """Layers that were read by a rule before and are not here, though the outputs depend on them."""
+    read = {(name, layer.shape) for layer in found.layers if layer.path != "fallback" for name in layer.parameters}
+    lost = [
+        layer
+        for layer in known
+        if layer.path != "fallback"
+        and found.reached.intersection(layer.parameters)
+        and any((name, layer.shape) not in read for name in layer.parameters)
+    ]
+    paired = [layer.name for layer in lost if layer.form != "rows"]
+    if paired:
         raise MixedExamplesError(
-            f"Layer {lost[0]!r} was read as (input, gradient) on an earlier batch, but couples or reorders the "
-            "examples of this one. Show a batch like this, of two or more examples, first.",
+            f"Layer {paired[0]!r} was read as (input, gradient) on an earlier batch, but this one uses it in another "
+            "way, or couples or reorders its examples. Show a batch like this, of two or more examples, first.",
             record.outputs,
         )
+    return frozenset(layer.name for layer in lost)

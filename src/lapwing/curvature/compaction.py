@@ -56,9 +56,10 @@ def rank(columns: Columns, tolerance: float) -> Ranked:
     rotated = torch.einsum("knd,nkl->lnd", roots[:, live], vectors).flip(0)  # largest first
     sizes = values.clamp(min=0).T.flip(0)  # [K, n]
     allowed = tolerance * total - (total - sizes.sum())
-    ascending, order = sizes.flatten().sort()
+    # The last columns come first, so that among equals of an example those go that come last.
+    ascending, order = sizes.flip(0).flatten().sort(stable=True)
     dropped = ascending.cumsum(0) <= allowed
-    kept = torch.ones_like(dropped).scatter_(0, order, ~dropped).unflatten(0, sizes.shape)
+    kept = torch.ones_like(dropped).scatter_(0, order, ~dropped).unflatten(0, sizes.shape).flip(0)
     counts = torch.zeros(traces.shape, dtype=torch.long, device=traces.device)
     counts[live] = kept.sum(0)
     most = int(counts.amax()) if len(counts) else 0

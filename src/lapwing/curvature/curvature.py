@@ -22,6 +22,9 @@ class Traces:
     def __add__(self, other: Traces) -> Traces:
         return Traces(self.dropped + other.dropped, self.total + other.total)
 
+    def scale(self, factor: float) -> Traces:
+        return Traces(self.dropped * factor, self.total * factor)
+
     @property
     def fraction(self) -> float:
         """The fraction dropped; 0 where nothing was."""
@@ -93,7 +96,13 @@ class Curvature:
         """All sums times a factor: 1/M turns M passes over a data set into their average."""
         blocks = tuple(replace(block, accumulator=block.accumulator.scale(factor)) for block in self.blocks)
         gradient = {name: value * factor for name, value in self.gradient.items()}
-        return replace(self, blocks=blocks, statistics=self.statistics.scale(factor), gradient=gradient)
+        return replace(
+            self,
+            blocks=blocks,
+            statistics=self.statistics.scale(factor),
+            gradient=gradient,
+            traces=self.traces.scale(factor),
+        )
 
     def to(self, device: torch.device) -> Curvature:
         blocks = tuple(replace(block, accumulator=block.accumulator.to(device)) for block in self.blocks)

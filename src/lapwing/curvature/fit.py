@@ -122,7 +122,8 @@ class Fit:
         size = vectors.count * record.outputs.numel() * 8
         ranked = self.kind == "ggn" and self.rank_tolerance > 0 and 4 * size <= self.options.budget
         # The gradient comes with the first column where that has its direction, and each layer a block of its own.
-        shared = slopes is not None and not ranked and all(len(block.layers) == 1 for block in blocks)
+        whole = self.kind != "kfra" and all(len(block.layers) == 1 for block in blocks)
+        shared = slopes is not None and not ranked and whole
         if slopes is not None and shared and self.kind == "fisher" and vectors.count == 1:
             self._add_sampled(record, targets, vectors, blocks, slopes)
             return Traces()
@@ -140,7 +141,7 @@ class Fit:
     def _together(self, record: Record, vectors: Columns) -> bool:
         """Structures that form gradients read the inputs once for all columns, where those fit into memory."""
         size = sum(use.output.numel() for use in record.uses) * record.outputs.element_size()
-        return self.structure in ("diag", "ekfac") and 4 * size * vectors.count <= self.options.budget
+        return self.structure in ("diag", "ekfac") and size * vectors.count <= self.options.budget
 
     def _add_head(self, record: Record, targets: Tensor, block: Block) -> bool:
         """Where the one layer is the last and its output the model's, no column is needed: `G` is `Σ_n Λ_n`."""
@@ -184,7 +185,8 @@ class Fit:
         gap = (drawn - own).flatten(1).abs().amax(1)
         same = gap <= 64 * torch.finfo(own.dtype).eps * drawn.flatten(1).abs().amax(1)
         others = (~same).nonzero().squeeze(1)
-        if 2 * len(others) > len(same):
+        alone = record.of(others) if 0 < 2 * len(others) <= len(same) else None
+        if len(others) and alone is None:
             self._add_slope(record, targets, slopes)
             deliver(record, vectors, blocks, _update)
             return
@@ -195,8 +197,8 @@ class Fit:
             block.accumulator.update(gradients if counted is None else weighed(gradients, counted))
 
         deliver(record, given(own.unsqueeze(0)), blocks, update, slope=slope)
-        if len(others):
-            deliver(record.of(others), given(drawn[others].unsqueeze(0)), blocks, _update)
+        if alone is not None:
+            deliver(alone, given(drawn[others].unsqueeze(0)), blocks, _update)
 
     def _add_ranked(self, record: Record, vectors: Columns, blocks: tuple[Block, ...]) -> Traces:
         """The largest columns on the batch as it is, what is left of them on a batch of their examples alone."""
@@ -208,6 +210,12 @@ class Fit:
         for start in range(0, len(examples), record.examples):
             part = slice(start, start + record.examples)
             compacted = record.of(examples[part])
+            if compacted is None:
+                raise InputError(
+                    "Some examples of a batch on their own give other outputs than within it, so it cannot be made "
+                    "smaller: an input without example axis is as long as the batch, or examples interact. "
+                    "Use rank_tolerance=0."
+                )
             deliver(compacted, as_columns(left[part].unsqueeze(0), compacted.outputs), blocks, _update)
         return Traces(ranked.dropped, ranked.total)
 

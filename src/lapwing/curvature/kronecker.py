@@ -86,8 +86,7 @@ class KroneckerAccumulator:
         for start in range(0, examples, step):
             part = slice(start, min(start + step, examples))
             images = use.read_images(part) if self.input_sum.dense and not self.reduce else None
-            if images is not None:
-                self._observe_images(images, groups, bias)
+            if images is not None and self._observe_images(images, groups, bias):
                 continue
             a = use.read(part)
             a = a.mean(2, keepdim=True) if self.reduce else a
@@ -96,14 +95,17 @@ class KroneckerAccumulator:
         self.positions[groups] += count
         self.terms = (self.terms[0] + count, self.terms[1])
 
-    def _observe_images(self, images: Images, groups: slice, bias: bool) -> None:
+    def _observe_images(self, images: Images, groups: slice, bias: bool) -> bool:
+        """Add the moments of patches without them; False where that is no less work."""
         key = (images.window, images.x.shape[1:], groups.start, groups.stop)
-        if key not in self._pending:
-            self._pending[key] = groups, bias, moment_sum(images)
-        total = self._pending[key][2]
+        total = self._pending[key][2] if key in self._pending else moment_sum(images)
+        if total is None:
+            return False
+        self._pending[key] = groups, bias, total
         total.add(images.x.to(self.input_sum.dtype))
         if not total.small:
             self._collect()
+        return True
 
     def _collect(self) -> None:
         """Add what was summed over images since the last time."""

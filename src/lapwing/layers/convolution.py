@@ -28,7 +28,13 @@ class Convolution(PairRule):
             return None
         groups = options["groups"]
         shape = (groups, w.shape[0] // groups, w[0].numel())
-        return Call(x, weight.name, bias.name if bias is not None and bias.plain else None, shape, options)
+        return Call(
+            x,
+            weight.name,
+            bias.name if bias is not None and bias.plain else None,
+            shape,
+            options,
+        )
 
     def bias_align(self, output: Tensor, weight: Tensor) -> tuple[int, ...] | None:
         return channels_of(output, weight.dim() - 2)

@@ -30,7 +30,8 @@ class Linear(PairRule):
             return None
         outputs, inputs = w.shape
         layout = Layout((inputs, outputs), (1, 0)) if transposed else None
-        added = bias.name if bias is not None and bias.rows == weight.rows else None
+        fits = bias is not None and bias.rows == weight.rows and b is not None and b.numel() == outputs
+        added = bias.name if bias is not None and fits else None
         return Call(x, weight.name, added, (1, outputs, inputs), {}, weight.rows, layout)
 
     def broadcast(self, call: Call, output: torch.Size) -> Call | None:

@@ -8,6 +8,7 @@ patches when they are read.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -44,13 +45,17 @@ class MomentSum(Protocol):
         """The moments of the patches of all images so far."""
 
 
-def moment_sum(images: Images) -> MomentSum:
-    """An empty sum for images like these."""
+def moment_sum(images: Images) -> MomentSum | None:
+    """An empty sum for images like these, by whichever way takes least; None where that is the patches themselves."""
     window, space = images.window, images.x.shape[2:]
-    across = space.numel() // space[0]
+    entries, positions = prod(window.kernel), window.positions(space)
     padded = space[0] + window.before[0] + window.after[0]
-    by_rows = padded * window.kernel[0] * prod(window.kernel[1:]) ** 2 * across
-    return (_ByPixels if space.numel() ** 2 < by_rows else _ByRows)(window, images.x, images.groups)
+    by_rows = padded * window.kernel[0] * (entries // window.kernel[0]) ** 2 * (prod(positions) // positions[0])
+    by_patches = prod(positions) * entries**2
+    by_pixels = space.numel() ** 2 if space.numel() ** 2 <= 2 * entries**2 else math.inf  # no larger than the result
+    if by_patches <= min(by_rows, by_pixels):
+        return None
+    return (_ByPixels if by_pixels < by_rows else _ByRows)(window, images.x, images.groups)
 
 
 class _ByPixels:

@@ -97,6 +97,7 @@ def _call(found: _Sum, at: int, view: View, owner: Owner) -> Call | None:
     layout = None if order == tuple(range(len(order))) else Layout(own, order)
     bias = owner(found.bias)
     whole = bias is not None and bias.plain and not groups and outputs == [result[-1]]
+    whole = whole and found.bias is not None and found.bias.numel() == sizes[result[-1]]
     options = {
         "lead": len(lead),
         "output": [result.index(letter) for letter in (*lead, *groups, *outputs)],

@@ -33,6 +33,12 @@ class Window:
         x = x.reshape(groups, -1, count, others, x.shape[2 + self.dimensions :].numel())
         return x.permute(2, 0, 3, 4, 1).flatten(2, 3)
 
+    def positions(self, space: torch.Size) -> tuple[int, ...]:
+        """How many positions there are in each dimension of images of this size."""
+        spans = [gap * (size - 1) + 1 for size, gap in zip(self.kernel, self.dilation, strict=True)]
+        padded = [size + b + a for size, b, a in zip(space, self.before, self.after, strict=True)]
+        return tuple((size - span) // step + 1 for size, span, step in zip(padded, spans, self.stride, strict=True))
+
     def seen(self, space: torch.Size) -> Tensor:
         """Which pixel each kernel entry sees at each position, −1 for padding: `[entries, positions]`."""
         numbers = torch.arange(1, space.numel() + 1, dtype=torch.float64).reshape(1, 1, *space)

@@ -22,7 +22,7 @@ from lapwing.head import head_inputs
 from lapwing.posterior import BlockPosterior, Posterior
 from lapwing.predictive.lowrank import Coordinates
 from lapwing.reflectors import LowRankBasis
-from lapwing.tape import MixedExamplesError, Record, Tape
+from lapwing.tape import MixedExamplesError, Record, Tape, agree
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,7 @@ def _numbers(block: BlockPosterior) -> int:
 
 def _part(tape: Tape, whole: Record, inputs: Inputs, start: int, create_graph: bool) -> Record:
     record = tape.record(inputs, create_graph)
-    expected = whole.outputs[start : start + record.examples].detach()
-    tolerance = 10 * torch.finfo(expected.dtype).eps ** 0.5 * whole.outputs.detach().abs().amax()
-    if record.outputs.shape != expected.shape or bool(((record.outputs.detach() - expected).abs() > tolerance).any()):
+    if not agree(record.outputs, whole.outputs[start : start + record.examples], whole.outputs):
         raise InputError(
             "This batch is too large for memory_budget, and its parts give other outputs than the whole, so it "
             "cannot be split. Predict on fewer inputs at once, or raise memory_budget."

@@ -1,0 +1,291 @@
+"""Uses that look like others: each against plain autograd."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lapwing import Laplace
+from tests import networks, oracles
+
+STRUCTURES = ["diag", "full", "ekfac", "block"]
+
+
+def sequences(count: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, length, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def labels(count: int) -> Tensor:
+    return torch.randint(3, (count,), generator=torch.Generator().manual_seed(1))
+
+
+def check(model: nn.Module, data: list[Any], structure: str = "full", new: Any = None) -> Laplace:
+    """Curvature, gradient and covariance of outputs are those of brute force."""
+    la = Laplace(model, "classification", structure).fit(data)
+    dense = oracles.curvature(la, data)
+    found = torch.block_diag(*[block.accumulator.matrix() for block in la.curvature.blocks])
+    if structure == "full":
+        torch.testing.assert_close(found, dense, rtol=1e-9, atol=1e-11)
+    else:
+        assert float(found.trace()) == pytest.approx(float(dense.trace()), rel=1e-9)
+    slope = torch.cat([block.pack(la.curvature.gradient) for block in la.curvature.blocks])
+    torch.testing.assert_close(slope, oracles.gradient(la, data), rtol=1e-9, atol=1e-11)
+    x = data[-1][0] if new is None else new
+    rows = oracles.packed_jacobian(la, x)
+    inverse = torch.linalg.inv(found + torch.eye(len(found), dtype=found.dtype))
+    expected = torch.einsum("nci,ij,ndj->ncd", rows, inverse, rows)
+    torch.testing.assert_close(la.latent(x).covariance, expected, rtol=1e-8, atol=1e-10)
+    return la
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.position = nn.Parameter(torch.randn(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        position = self.position if x.shape[1] == 6 else self.position[: x.shape[1]]
+        return self.head(torch.tanh(self.mix(x) + position).mean(1))
+
+
+@pytest.mark.parametrize("structure", [*STRUCTURES, "kron"])
+@pytest.mark.parametrize("lengths", [(6, 4), (4, 6), (6, 6)])
+def test_a_parameter_of_which_later_batches_use_a_part(structure: str, lengths: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    data = [(sequences(5, length), labels(5)) for length in lengths]
+    if structure == "kron":
+        la = Laplace(Positions().double(), "classification").fit(data)
+        own = next(block for block in la.curvature.blocks if "position" in block.parameters)
+        dense = oracles.curvature(la, data)
+        names = [block.name for block in la.curvature.blocks]
+        part = oracles.layer_slices(la)[names.index(own.name)]
+        torch.testing.assert_close(own.accumulator.matrix(), dense[part, part])
+        return
+    check(Positions().double(), data, structure, sequences(3, 4, seed=5))
+
+
+class Repeated(nn.Module):
+    """The result of a layer with one position per example, added to all positions, once or twice."""
+
+    def __init__(self, times: int, copied: bool) -> None:
+        super().__init__()
+        self.context, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.times, self.copied = times, copied
+
+    def forward(self, x: Tensor) -> Tensor:
+        context = self.context(x[:, :1])
+        context = context.clone() if self.copied else context
+        for _ in range(self.times):
+            x = torch.tanh(x + context)
+        return self.head(x.mean(1))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_repeating_the_result_of_a_layer_does_not_change_its_factors(times: int) -> None:
+    data = [(sequences(5, 4), labels(5))]
+    matrices = []
+    for copied in (False, True):
+        torch.manual_seed(0)
+        la = Laplace(Repeated(times, copied).double(), "classification").fit(data)
+        assert {layer.path for block in la.curvature.blocks for layer in block.layers} == {"linear"}
+        matrices.append([block.accumulator.matrix() for block in la.curvature.blocks])
+    for left, right in zip(*matrices, strict=True):
+        torch.testing.assert_close(left, right)
+    torch.manual_seed(0)
+    check(Repeated(times, False).double(), data, "full")
+
+
+class Token(nn.Module):
+    def __init__(self, scaled: bool) -> None:
+        super().__init__()
+        self.token, self.gain = nn.Parameter(torch.randn(1, 1, 3)), nn.Parameter(torch.rand(3) + 0.5)
+        self.mix, self.head, self.scaled = nn.Linear(3, 3), nn.Linear(3, 3), scaled
+
+    def forward(self, x: Tensor) -> Tensor:
+        token = self.token.expand(len(x), -1, -1)
+        x = torch.cat([token * self.gain, x], 1) if self.scaled else x * self.gain + token
+        return self.head(torch.tanh(self.mix(x)).mean(1))
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("sizes", [(8, 1), (1, 8), (3, 3)])
+def test_a_token_repeated_for_a_single_example(scaled: bool, sizes: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    data = [(sequences(size, 2, seed=size), labels(size)) for size in sizes]
+    for structure in STRUCTURES:
+        check(Token(scaled).double(), data, structure, sequences(1, 2, seed=7))
+
+
+class Ragged(nn.Module):
+    """Rows of one matrix, of which each example owns as many as `lengths` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, rows: Tensor, lengths: Any) -> Tensor:
+        pieces = torch.tanh(self.body(rows)).split(lengths)
+        return self.head(torch.stack([piece.sum(0) for piece in pieces]))
+
+
+def test_ragged_batches_are_not_read_as_even_ones() -> None:
+    torch.manual_seed(0)
+    model = Ragged().double()
+    rows = sequences(2, 6)
+    batches = [(rows[0], [2, 2, 2], labels(3)), (rows[1], [3, 2, 1], labels(3))]
+
+    def unpack(batch: Any) -> Any:
+        return batch[:2], {}, batch[2]
+
+    la = Laplace(model, "classification", "diag", unpack=unpack)
+    with pytest.raises(ValueError, match="mix|split|another way|interact|single examples"):
+        la.fit(batches)
+
+
+def test_inputs_without_tensors() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, 3), nn.Linear(3, 3)
+
+        def forward(self, words: Any) -> Tensor:
+            return self.head(torch.tanh(self.embed(torch.tensor([len(word) for word in words.words]))))
+
+    class Text:
+        def __init__(self, words: list[str]) -> None:
+            self.words = words
+
+    torch.manual_seed(0)
+    words = Text(["a" * (1 + i % 8) for i in range(20)])
+    la = Laplace(Words().double(), "classification").fit([(words, labels(20))])
+    assert torch.isfinite(la.log_evidence())
+
+
+def test_a_model_tied_to_its_batch_size() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.offsets = torch.randn(20, 3, dtype=torch.float64)
+            self.head = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(x + self.offsets))
+
+    torch.manual_seed(0)
+    check(Fixed().double(), [(sequences(20, 1)[:, 0], labels(20))])
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "ggn"])
+def test_a_mask_as_long_as_the_batch(curvature: str) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.head(torch.tanh(mask @ self.mix(x)).mean(1))
+
+    torch.manual_seed(0)
+    model = Masked().double()
+    with torch.no_grad():
+        model.head.bias.copy_(torch.tensor([3.0, 0, 0]))
+    x, y = sequences(20, 20), torch.zeros(20, dtype=torch.long)
+    la = Laplace(model, "classification", "diag", curvature)
+    la.fit([(x, torch.tril(torch.ones(20, 20, dtype=x.dtype)), y)], generator=torch.Generator().manual_seed(0))
+    assert all(bool((block.accumulator.matrix().diagonal() > 0).any()) for block in la.curvature.blocks)
+
+
+def test_learned_weights_of_a_bag_leave_no_graph_behind() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag, self.head = nn.EmbeddingBag(5, 3, mode="sum"), nn.Linear(3, 3)
+            self.weights = nn.Parameter(torch.rand(4))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.bag(tokens, per_sample_weights=self.weights.expand(len(tokens), -1)))
+
+    torch.manual_seed(0)
+    tokens = torch.randint(5, (6, 4))
+    la = Laplace(Weighted().double(), "classification", "diag").fit([(tokens, labels(6))])
+    assert not any(value.requires_grad for value in la.curvature.gradient.values())
+    copy.deepcopy(la.curvature)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_biases_of_other_lengths(structure: str) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(1))
+            self.packed, self.shifts = nn.Parameter(torch.randn(6, 3)), nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(functional.linear(x, self.weight, self.bias))
+            parts = [functional.linear(x, self.packed[i : i + 2], self.shifts[i : i + 2]) for i in (0, 2)]
+            return torch.cat([torch.tanh(part) for part in parts], -1)[..., :3].sum(1)
+
+    torch.manual_seed(0)
+    check(Odd().double(), [(sequences(5, 2), labels(5))], structure)
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "ekfac"])
+def test_derivatives_in_an_input_that_is_zero(structure: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.ReLU(), nn.Linear(4, 3, bias=False)).double()
+    la = Laplace(model, "classification", structure).fit([(networks.inputs("mlp", 6), labels(6))])
+    x = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(la.latent(x).covariance.sum(), x)
+    assert torch.isfinite(slope).all()
+
+
+def test_kfra_keeps_the_gradient() -> None:
+    data = [(networks.inputs("mlp", 6), labels(6))]
+    exact = Laplace(networks.make("mlp"), "classification").fit(data)
+    kfra = Laplace(networks.make("mlp"), "classification", curvature="kfra").fit(data)
+    for name, value in exact.curvature.gradient.items():
+        torch.testing.assert_close(kfra.curvature.gradient[name], value)
+
+
+class Sharing(nn.Module):
+    """A convolution and a sequence: weights shared between many positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(2, 3, 2), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.conv(x)).flatten(2).transpose(1, 2)).mean(1)
+
+
+def test_scale_of_layers_that_share_weights() -> None:
+    """Peers are off by the number of positions (kron), or forget the sum before the square (diag)."""
+    torch.manual_seed(0)
+    x = networks.inputs("cnn", 5)
+    data = [(x, labels(5))]
+    exact = {}
+    for structure in ("full", "diag", "ekfac"):
+        la = Laplace(Sharing().double(), "classification", structure)
+        torch.manual_seed(0)
+        la.model.load_state_dict(Sharing().double().state_dict())
+        la.fit(data)
+        exact[structure] = sum(float(block.accumulator.matrix().trace()) for block in la.curvature.blocks)
+    assert exact["diag"] == pytest.approx(exact["full"], rel=1e-10)
+    assert exact["ekfac"] == pytest.approx(exact["full"], rel=1e-10)
+    torch.manual_seed(0)
+    model = Sharing().double()
+    kron = Laplace(model, "classification").fit(data)
+    for block, module in zip(kron.curvature.blocks, (model.conv, model.head), strict=True):
+
+        def columns(outputs: Tensor) -> Tensor:
+            found = kron.likelihood.hessian_columns(outputs, torch.zeros(1, dtype=torch.long))
+            return found.part(0, found.count)
+
+        expected = oracles.kron_factors(model, module, x, columns, False)
+        torch.testing.assert_close(block.accumulator.matrix().trace(), expected.trace())
