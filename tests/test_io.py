@@ -137,3 +137,25 @@ def test_no_pickle_anywhere() -> None:
     sources = Path(__file__).parent.parent.joinpath("src").rglob("*.py")
     code = [line for path in sources for line in path.read_text().splitlines() if "import" in line]
     assert not any(word in line for line in code for word in ("pickle", "torch.load", "joblib"))
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "block", "full"])
+def test_decompositions_are_kept_where_they_were_made(
+    structure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = networks.make("cnn"), networks.inputs("cnn", 3, seed=8)
+    data = [(networks.inputs("cnn", 6), networks.targets("classification", 6))]
+    la = Laplace(model, "classification", structure).fit(data)
+    la.save(tmp_path / "before.safetensors")
+    expected = la.latent(x).covariance
+    la.save(tmp_path / "after.safetensors")
+    made: list[torch.Size] = []
+    eigh = torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: (made.append(matrix.shape), eigh(matrix))[1])  # type: ignore[func-returns-value]
+    again = Laplace.load(tmp_path / "after.safetensors", model)
+    torch.testing.assert_close(again.latent(x).covariance, expected, rtol=1e-13, atol=1e-15)
+    assert float(again.log_evidence()) == pytest.approx(float(la.log_evidence()), rel=1e-13)
+    assert not made
+    later = Laplace.load(tmp_path / "before.safetensors", model)
+    torch.testing.assert_close(later.latent(x).covariance, expected, rtol=1e-10, atol=1e-12)
+    assert bool(made) == (structure != "ekfac")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lapwing import likelihoods
 from lapwing.batches import ReadOutput, Unpack
 from lapwing.curvature import Block, Curvature
+from lapwing.curvature.accumulator import Decomposition
 from lapwing.curvature.curvature import Traces
 from lapwing.curvature.structures import build, group
 from lapwing.errors import FileError
@@ -41,6 +42,8 @@ def save(la: Laplace, path: Path) -> None:
     tensors = {f"gradient/{name}": value for name, value in curvature.gradient.items()}
     for i, block in enumerate(curvature.blocks):
         tensors |= {f"block/{i}/{key}": value for key, value in block.accumulator.tensors().items()}
+    for i, found in la._state().spectrum.decomposed().items():
+        tensors |= {f"decomposition/{i}/{key}": value for key, value in (found.tensors() or {}).items()}
     if curvature.statistics.errors is not None:
         tensors["errors"] = curvature.statistics.errors
     prior, prior_tensors = _prior_header(la.prior)
@@ -116,10 +119,7 @@ def load(
     blocks = []
     for i, (members, kind) in enumerate(zip(group(la.structure, layers), header["kinds"], strict=True)):
         accumulator = build(la.structure, members, la._options(), like, kind)
-        prefix = f"block/{i}/"
-        accumulator.load(
-            {key.removeprefix(prefix): t.to(device) for key, t in tensors.items() if key.startswith(prefix)}
-        )
+        accumulator.load(_under(tensors, f"block/{i}/", device))
         blocks.append(Block(members, accumulator))
     statistics = Statistics(**header["statistics"], errors=tensors.get("errors"))
     gradient = {name: tensors[f"gradient/{name}"].to(device) for name in parameters}
@@ -127,7 +127,15 @@ def load(
         la.structure, la.curvature_kind, tuple(blocks), statistics, gradient, Traces(*header["traces"])
     )
     la._fitted = Fitted(tape, Spectrum(curvature))
+    for i in range(len(blocks)):
+        kept = _under(tensors, f"decomposition/{i}/", device)
+        if kept:
+            la._fitted.spectrum.restore(i, Decomposition.of(kept))
     return la
+
+
+def _under(tensors: dict[str, Tensor], prefix: str, device: torch.device) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): value.to(device) for key, value in tensors.items() if key.startswith(prefix)}
 
 
 def fingerprint(model: nn.Module) -> str:

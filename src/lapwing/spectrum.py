@@ -51,6 +51,14 @@ class Spectrum:
             self._shaped[index] = (shape, accumulator.decompose(shape))
         return self._shaped[index][1]
 
+    def decomposed(self) -> dict[int, Decomposition]:
+        """The decompositions under a prior without a shape that were made so far, by block."""
+        return dict(self._plain)
+
+    def restore(self, index: int, decomposition: Decomposition) -> None:
+        """Take over a decomposition that was made before."""
+        self._plain[index] = decomposition
+
     def squared_distance(self, prior: GaussianPrior, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """`‖θ̃ − μ₀‖²` by parameter, 0-d; kept for the last prior mean."""
         if self._distances is None or self._distances[0] is not prior.mean:

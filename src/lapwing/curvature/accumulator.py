@@ -8,7 +8,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from lapwing.basis import Basis
+from lapwing.basis import Basis, DenseBasis, KroneckerBasis
 from lapwing.errors import InputError
 from lapwing.gradients import Gradients
 from lapwing.gradients import Inputs as LayerInputs
@@ -25,6 +25,26 @@ class Decomposition:
     basis: Basis
     eigenvalues: Tensor
     sides: tuple[Tensor, Tensor] | None = None
+
+    def tensors(self) -> dict[str, Tensor] | None:
+        """What a file keeps of the decomposition of a Kronecker or dense block; None for others, which are cheap."""
+        if isinstance(self.basis, KroneckerBasis) and self.sides is not None:
+            found = {"eigenvalues": self.eigenvalues, "input_values": self.sides[0], "output_values": self.sides[1]}
+            sides = {"output": self.basis.output, "input": self.basis.input}
+            return found | {name: side for name, side in sides.items() if isinstance(side, Tensor)}
+        if isinstance(self.basis, DenseBasis) and isinstance(self.basis.vectors, Tensor):
+            return {"eigenvalues": self.eigenvalues, "vectors": self.basis.vectors}
+        return None
+
+    @staticmethod
+    def of(tensors: dict[str, Tensor]) -> Decomposition:
+        """The inverse of `tensors`."""
+        values = tensors["eigenvalues"]
+        if "vectors" in tensors:
+            return Decomposition(DenseBasis((values.shape[0],), tensors["vectors"]), values)
+        groups, outputs, inputs = values.shape
+        basis = KroneckerBasis((groups, outputs, inputs), tensors.get("output"), tensors.get("input"))
+        return Decomposition(basis, values, (tensors["input_values"], tensors["output_values"]))
 
 
 class Accumulator(Protocol):
