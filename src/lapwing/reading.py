@@ -28,7 +28,7 @@ def gradients_of(
 ) -> Gradients:
     """The per-example gradients of a layer from those at the outputs of its uses, `[K, *output]` each."""
     if layer.form == "rows":
-        total = sum(_rows(record, layer, i, g) for i, g in zip(uses, gradients, strict=True))
+        total = sum(rows_of(record, layer, i, g) for i, g in zip(uses, gradients, strict=True))
         assert isinstance(total, Tensor)
         return Rows(total, column)
     if layer.form == "pair" and all(record.uses[i].call.rows is None for i in uses) and layer.shape is not None:
@@ -50,7 +50,7 @@ def _part(record: Record, layer: Layer, index: int, gradient: Tensor, column: in
     return Pair(inputs_of(record, layer, [index]), g, column, groups=_groups(layer, call))
 
 
-def _rows(record: Record, layer: Layer, index: int, gradient: Tensor) -> Tensor:
+def rows_of(record: Record, layer: Layer, index: int, gradient: Tensor) -> Tensor:
     """`[K, N, p]`, of those of the use's parameters that the layer has."""
     rule, call, axis = _read(record, index)
     assert isinstance(rule, RowRule)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from lapwing.gradients import Layer
 from lapwing.layers import PairRule, RowRule, TokenRule
+from lapwing.reading import rows_of
 
 if TYPE_CHECKING:
     from lapwing.tape import Record
@@ -26,16 +26,20 @@ class Slope:
 
     def add(self, record: Record, layer: Layer, uses: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Add a layer, from the gradients of the first column at the outputs of its uses, `[*output]` each."""
-        for index, gradient in zip(uses, gradients, strict=True):
-            self._add(layer, total_of(record, layer, index, _scaled(record, index, gradient, self.scale)))
+        into = self._into(layer, record.dtype, record.outputs.device)
+        with torch.no_grad():
+            for index, gradient in zip(uses, gradients, strict=True):
+                add_total(record, layer, index, _scaled(record, index, gradient, self.scale), into)
 
     def add_rows(self, layer: Layer, rows: Tensor, start: int) -> None:
         """Add the gradients themselves of some examples, `[n, p]`."""
-        self._add(layer, self.scale[start : start + len(rows)].to(rows.dtype) @ rows)
+        into = self._into(layer, rows.dtype, rows.device)
+        into += self.scale[start : start + len(rows)].to(rows.dtype) @ rows.detach()
 
-    def _add(self, layer: Layer, values: Tensor) -> None:
-        known = self.sums.get(layer.name)
-        self.sums[layer.name] = values if known is None else known.add_(values)
+    def _into(self, layer: Layer, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if layer.name not in self.sums:
+            self.sums[layer.name] = torch.zeros(layer.size, dtype=dtype, device=device)
+        return self.sums[layer.name]
 
 
 def _scaled(record: Record, index: int, gradient: Tensor, scale: Tensor) -> Tensor:
@@ -47,25 +51,21 @@ def _scaled(record: Record, index: int, gradient: Tensor, scale: Tensor) -> Tens
     return arranged.to(record.dtype) * spread.view([-1 if i == axis.axis else 1 for i in range(arranged.dim())])
 
 
-def total_of(record: Record, layer: Layer, index: int, arranged: Tensor) -> Tensor:
-    """The gradient of a layer through one use, summed over the examples: `[p]`, from the gradient at its output."""
+def add_total(record: Record, layer: Layer, index: int, arranged: Tensor, into: Tensor) -> None:
+    """Add the gradient of a layer through one use, summed over the examples, from that at its output to `[p]`."""
     use, axis = record.uses[index], record.axes[index]
     assert axis is not None
     rule, call, examples = use.rule, record.call(index), record.examples
     if isinstance(rule, RowRule):
-        rows = rule.rows(call, arranged.unsqueeze(0), axis, examples)[0].sum(0)
-        names = [name for name in (call.weight, call.bias) if name is not None]
-        if call.rows is not None:
-            return functional.pad(rows, (call.rows.start, layer.size - call.rows.stop))
-        parts = dict(zip(names, rows.split([record.parameters[name].numel() for name in names]), strict=True))
-        return torch.cat([parts[name] for name in layer.parameters])
+        into += rows_of(record, layer, index, arranged.unsqueeze(0))[0].sum(0)
+        return
     assert layer.shape is not None
     if isinstance(rule, TokenRule):
-        return rule.total(call, arranged, axis, examples, layer.shape[1])
+        into += rule.total(call, arranged, axis, examples, layer.shape[1])
+        return
     assert isinstance(rule, PairRule)
-    weight, bias = rule.total(call, arranged, axis, examples)  # [Q·O, I], [Q·O]
-    whole = weight if len(layer.parameters) == 1 else torch.cat([weight, bias.unsqueeze(1)], dim=1)
-    if call.rows is not None:
-        rows_in_all = layer.shape[0] * layer.shape[1]
-        whole = functional.pad(whole, (0, 0, call.rows.start, rows_in_all - call.rows.stop))
-    return whole.flatten()
+    matrix = into.view(layer.shape[0] * layer.shape[1], -1)
+    matrix = matrix if call.rows is None else matrix[call.rows.start : call.rows.stop]
+    biased = len(layer.parameters) == 2
+    weight, bias = (matrix[:, :-1], matrix[:, -1]) if biased else (matrix, None)
+    rule.add_total(call, arranged, axis, examples, weight, bias)

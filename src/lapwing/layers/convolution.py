@@ -46,18 +46,22 @@ class Convolution(PairRule):
         window: Window = call.options["window"]
         return window.patches(axis.first(call.input, examples)[part], call.options["groups"])
 
-    def total(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> tuple[Tensor, Tensor]:
+    def add_total(
+        self, call: Call, g: Tensor, axis: ExampleAxis, examples: int, weight: Tensor, bias: Tensor | None
+    ) -> None:
         window: Window = call.options["window"]
         assert call.shape is not None
         groups, outputs, inputs = call.shape
         x = call.input if window.before == window.after else window.pad(call.input)
         padding = window.before if window.before == window.after else (0,) * window.dimensions
         like = g.new_empty(groups * outputs, inputs // prod(window.kernel), *window.kernel)
-        _, weight, _ = torch.ops.aten.convolution_backward(
+        _, own, _ = torch.ops.aten.convolution_backward(
             g, x.to(g.dtype), like, None, window.stride, padding, window.dilation, False, (0,) * window.dimensions,
             groups, (False, True, False),
         )  # fmt: skip
-        return weight.flatten(1), g.sum([i for i in range(g.dim()) if i != 1])
+        weight += own.flatten(1)
+        if bias is not None:
+            bias += g.sum([i for i in range(g.dim()) if i != 1])
 
     def images(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Images | None:
         window: Window = call.options["window"]

@@ -43,9 +43,13 @@ class Linear(PairRule):
     def example_axes(self, call: Call, output: torch.Size) -> range:
         return range(len(output) - 1)
 
-    def total(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> tuple[Tensor, Tensor]:
+    def add_total(
+        self, call: Call, g: Tensor, axis: ExampleAxis, examples: int, weight: Tensor, bias: Tensor | None
+    ) -> None:
         flat = g.flatten(0, -2)
-        return flat.T @ call.input.flatten(0, -2).to(g.dtype), flat.sum(0)
+        weight.addmm_(flat.T, call.input.flatten(0, -2).to(g.dtype))
+        if bias is not None:
+            bias += flat.sum(0)
 
     def inputs(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Tensor:
         return axis.first(call.input, examples)[part].flatten(1, -2).unsqueeze(1)

@@ -150,11 +150,15 @@ class PairRule(Rule):
     def gradients_of_arranged(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
         """The same, the dimensions of `[K, *output]` arranged."""
 
-    def total(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> tuple[Tensor, Tensor]:
-        """`Σ_nr g aᵀ: [Q·O, I]` and `Σ_nr g: [Q·O]` from the (arranged) gradient at the output."""
+    def add_total(
+        self, call: Call, g: Tensor, axis: ExampleAxis, examples: int, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        """Add `Σ_nr g aᵀ` to `weight: [Q·O, I]` and `Σ_nr g` to `bias: [Q·O]`, from the (arranged) output gradient."""
         canonical = self.gradients_of_arranged(call, g.unsqueeze(0), axis, examples)[0]
         a = self.inputs(call, axis, examples, slice(0, examples)).to(g.dtype)
-        return torch.einsum("nqro,nqri->qoi", canonical, a).flatten(0, 1), canonical.sum((0, 2)).flatten()
+        weight += torch.einsum("nqro,nqri->qoi", canonical, a).flatten(0, 1)
+        if bias is not None:
+            bias += canonical.sum((0, 2)).flatten()
 
     def images(self, call: Call, axis: ExampleAxis, examples: int, part: slice) -> Images | None:
         """What `a` are patches of, where they are, so that their moments can be had without them."""
