@@ -79,8 +79,8 @@ def test_kron_of_all_weights(network: nn.Module, images: tuple[Tensor, Tensor]) 
     assert la.curvature.size == sum(parameter.numel() for parameter in network.parameters())
     assert {layer.path for block in la.curvature.blocks for layer in block.layers} == {
         "convolution",
-        "fallback",
         "linear",
+        "norm",
     }
     la.tune_prior()
     assert la.tuning_ is not None
