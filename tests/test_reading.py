@@ -148,6 +148,26 @@ def test_ragged_batches_are_not_read_as_even_ones() -> None:
         la.fit(batches)
 
 
+def test_a_few_examples_without_gradient_tell_nothing_of_the_others() -> None:
+    """The first eight never reach `first`, whose output is `[L, N, D]` with L a multiple of N and of eight."""
+
+    class Dead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(3, 2), nn.Linear(2, 3)
+            with torch.no_grad():
+                self.first.weight.abs_()
+                self.first.bias.zero_()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.relu(self.first(x.transpose(0, 1))).sum(0) / 10)
+
+    torch.manual_seed(0)
+    x = sequences(20, 40).abs()
+    x[:8] *= -1
+    check(Dead().double(), [(x, labels(20))], "diag", x[9:12])
+
+
 def test_inputs_without_tensors() -> None:
     class Words(nn.Module):
         def __init__(self) -> None:

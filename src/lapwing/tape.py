@@ -33,10 +33,8 @@ from lapwing.reading import inputs_of
 from lapwing.recorder import Mailbox, Recorder, Use
 from lapwing.slope import Slope
 
-_PROBED = 8  # examples that tell as much of a network as a whole batch, where all its inputs are batched
-
-
 logger = logging.getLogger("lapwing")
+_PROBED = 8  # examples that tell as much of a network as a whole batch, where all its inputs are batched
 
 
 class MixedExamplesError(InputError):
@@ -107,13 +105,20 @@ class Tape:
         key = self._signature(record)
         if key in self._known and self.layers is not None:
             return self._known[key]
-        found = probe.examine(self._few(record) or record)
+        few = self._few(record)
+        found = probe.examine(few or record)
+        if few is not None and not (found.decided and self._reached(record) <= found.reached):
+            found = probe.examine(record)  # what had no gradient there may have one here
         if self.layers is None:
             self.layers = found.layers
         reading = _Reading(found.axes, found.counts, _lost(self.layers, found, record))
         if not record.graph.reorders and found.decided:
             self._known[key] = reading  # else the next batch may differ
         return reading
+
+    def _reached(self, record: Record) -> frozenset[str]:
+        """The parameters that the outputs depend on."""
+        return frozenset(name for name, value in record.parameters.items() if id(value) in record.graph.leaves)
 
     def _few(self, record: Record) -> Record | None:
         """A pass over a few examples, which tell as much as the batch if they come out as they do in it."""
