@@ -10,7 +10,7 @@ ifneq ($(wildcard ../shared/data),)
 export LAPWING_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: demo test test-slow zoo format bench rivals docs clean
+.PHONY: demo test test-slow zoo format bench rivals experiment docs clean
 
 demo: $(STAMP)
 	$(BIN)/lapwing demo
@@ -37,6 +37,10 @@ bench: $(STAMP) $(RIVALS_STAMP)
 	$(BIN)/python -m benchmarks $(CASES)
 
 rivals: $(RIVALS_STAMP)
+
+# One of the folders in experiments/, for example NAME=widths.
+experiment: $(STAMP)
+	$(BIN)/python -m experiments.$(NAME)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

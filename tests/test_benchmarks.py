@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from benchmarks import __main__ as runner
 from benchmarks import ours, report, text_models
 from benchmarks.data import word_pieces
@@ -19,8 +21,6 @@ from benchmarks.measure import Stopwatch, exponent, forget_peak, in_turns, peak_
 from benchmarks.operations import CASES, OPERATIONS, RIVALS
 from benchmarks.reference import reference
 from benchmarks.workloads import WORKLOADS, Problem
-from torch import Tensor, nn
-
 from lapwing import Laplace
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -5,32 +5,25 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from lapwing.demo import CLASSES, Comparison, Curve, Scores, entropy
 from lapwing.metrics import reliability
+from lapwing.plots.canvas import COLORS, FAINT, GRAY, INK, house_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK, GRAY, FAINT = "#22303c", "#8a949e", "#d7dce0"
-PLAIN, EVIDENCE, VALIDATED = "#d1495b", "#00798c", "#e09f3e"
+EVIDENCE, PLAIN, VALIDATED = COLORS[:3]
 
 
 def draw(curve: Curve, comparison: Comparison, output: Path) -> None:
     """Three panels: bands, reliability, entropy of seen and unseen digits."""
-    import matplotlib
-    from matplotlib.figure import Figure
+    with house_style():
+        from matplotlib.figure import Figure
 
-    style: dict[Any, Any] = {
-        "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left",
-        "axes.titlepad": 10, "axes.titlecolor": INK, "axes.edgecolor": GRAY, "axes.labelcolor": INK,
-        "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.8, "text.color": INK,
-        "xtick.color": GRAY, "ytick.color": GRAY, "xtick.labelcolor": INK, "ytick.labelcolor": INK,
-    }  # fmt: skip
-    with matplotlib.rc_context(style):
         figure = Figure(figsize=(300 / 25.4, 110 / 25.4), layout="constrained")
         grid = figure.add_gridspec(2, 3, width_ratios=(1, 1, 1), wspace=0.05)
         _draw_curve(figure.add_subplot(grid[:, 0]), curve)
