@@ -33,6 +33,14 @@ class Inputs:
 
         return Inputs(tree_map(move, self.args), tree_map(move, self.kwargs))
 
+    def copy(self) -> Inputs:
+        """Tensors of their own, without a graph."""
+
+        def own(leaf: Any) -> Any:
+            return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+        return Inputs(tree_map(own, self.args), tree_map(own, self.kwargs))
+
     def tensors(self) -> list[Tensor]:
         return [leaf for leaf in tree_flatten((self.args, self.kwargs))[0] if isinstance(leaf, Tensor)]
 

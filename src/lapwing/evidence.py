@@ -1,9 +1,9 @@
 """The evidence (marginal likelihood) of the Laplace approximation, with all normalizers.
 
 `T·log p(D|θ*) + log p(θ*) + (p/2) log 2π − ½ log det P`, differentiable in prior precision, noise and
-temperature. At the Newton center the log-likelihood is that of the quadratic model there. First
-derivatives at the Newton center are exact: θ* maximizes the terms it enters (envelope theorem), so it
-is held fixed.
+temperature. At the Newton center the log-likelihood is that of the quadratic model there, at the linear
+model's own mode that of the linear model. First derivatives there are exact: θ* maximizes the terms it
+enters (envelope theorem), so it is held fixed.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def log_likelihood(posterior: Posterior) -> Tensor:
     at_network = curvature.statistics.log_likelihood_at(posterior.noise)
     if posterior.center == "network":
         return at_network
+    if posterior.center == "linear":
+        return posterior.linear_mode.statistics.log_likelihood_at(posterior.noise)
     slope = torch.stack(
         [(curvature.gradient[name].double() * step).sum() for name, step in posterior.step.items()]
     ).sum()

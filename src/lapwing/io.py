@@ -25,6 +25,7 @@ from lapwing.gradients import Layer
 from lapwing.guard import borrowed
 from lapwing.layers import Layout
 from lapwing.likelihoods import Likelihood, Statistics
+from lapwing.mode import Mode
 from lapwing.priors import FactoredDamping, GaussianPrior, Prior
 from lapwing.spectrum import Spectrum
 from lapwing.version import __version__
@@ -47,7 +48,8 @@ def save(la: Laplace, path: Path) -> None:
     if curvature.statistics.errors is not None:
         tensors["errors"] = curvature.statistics.errors
     prior, prior_tensors = _prior_header(la.prior)
-    tensors |= prior_tensors
+    mode, mode_tensors = _mode_header(la.mode_)
+    tensors |= prior_tensors | mode_tensors
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     header = {
         "format": FORMAT,
@@ -66,12 +68,8 @@ def save(la: Laplace, path: Path) -> None:
         "layers": [_layer_header(layer) for block in curvature.blocks for layer in block.layers],
         "traces": [curvature.traces.dropped, curvature.traces.total],
         "kinds": [block.accumulator.kind for block in curvature.blocks],
-        "statistics": {
-            "examples": curvature.statistics.examples,
-            "log_likelihood": curvature.statistics.log_likelihood,
-            "observations": curvature.statistics.observations,
-            "squared_error": curvature.statistics.squared_error,
-        },
+        "statistics": _statistics_header(curvature.statistics),
+        "mode": mode,
         "prior": prior,
         "temperature": la.temperature,
         "tempered": la.tempered,
@@ -127,6 +125,7 @@ def load(
         la.structure, la.curvature_kind, tuple(blocks), statistics, gradient, Traces(*header["traces"])
     )
     la._fitted = Fitted(tape, Spectrum(curvature))
+    la.mode_ = _mode_from(header["mode"], tensors, device)
     for i in range(len(blocks)):
         kept = _under(tensors, f"decomposition/{i}/", device)
         if kept:
@@ -215,6 +214,36 @@ def _layer_from(entry: dict[str, Any]) -> Layer:
     sizes = tuple(torch.Size(size) for size in entry["sizes"])
     layout = None if entry["layout"] is None else Layout(*(tuple(part) for part in entry["layout"]))
     return Layer(entry["name"], tuple(entry["parameters"]), sizes, shape, entry["path"], layout, entry["form"])
+
+
+def _statistics_header(statistics: Statistics) -> dict[str, float]:
+    return {
+        "examples": statistics.examples, "log_likelihood": statistics.log_likelihood,
+        "observations": statistics.observations, "squared_error": statistics.squared_error,
+    }  # fmt: skip
+
+
+def _mode_header(mode: Mode | None) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+    if mode is None:
+        return None, {}
+    tensors = {f"mode/step/{name}": value for name, value in mode.step.items()}
+    tensors |= {f"mode/gradient/{name}": value for name, value in mode.gradient.items()}
+    if mode.statistics.errors is not None:
+        tensors["mode/errors"] = mode.statistics.errors
+    return {
+        "statistics": _statistics_header(mode.statistics), "residual": mode.residual, "gap": mode.gap,
+        "converged": mode.converged, "losses": mode.losses,
+    }, tensors  # fmt: skip
+
+
+def _mode_from(header: dict[str, Any] | None, tensors: dict[str, Tensor], device: torch.device) -> Mode | None:
+    if header is None:
+        return None
+    statistics = Statistics(**header["statistics"], errors=tensors.get("mode/errors"))
+    step, gradient = (_under(tensors, f"mode/{what}/", device) for what in ("step", "gradient"))
+    return Mode(
+        step, statistics, gradient, header["residual"], header["gap"], header["converged"], tuple(header["losses"])
+    )
 
 
 def _prior_header(prior: Prior) -> tuple[dict[str, Any], dict[str, Tensor]]:

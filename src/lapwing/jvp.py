@@ -67,7 +67,8 @@ class Linearized:
         try:
             return self._push(tangents)
         except REFUSALS:  # this batch meets other operations than the first
-            return settle(self)._push(tangents)
+            known = self if self.outputs.grad_fn is not None else Linearized.at(self.tape, self.inputs)
+            return settle(known)._push(tangents)
 
     def _push(self, tangents: dict[str, Tensor]) -> Tensor:
         if self.method == "batched":
@@ -126,10 +127,10 @@ class Linearized:
         return torch.zeros_like(self.outputs) if moved is None else moved
 
 
-def settle(linear: Linearized) -> Linearized:
-    """The first way to `J v` that works for this network and agrees with `Jᵀ u`."""
+def settle(linear: Linearized, methods: tuple[str, ...] = METHODS) -> Linearized:
+    """The first of the ways to `J v` that works for this network and agrees with `Jᵀ u`."""
     reasons = {}
-    for method in METHODS:
+    for method in methods:
         linear.method = method
         try:
             if _is_adjoint(linear):
@@ -138,9 +139,9 @@ def settle(linear: Linearized) -> Linearized:
         except REFUSALS as failure:
             reasons[method] = _operation(str(failure))
     raise InputError(
-        f"Products with the GGN need J v. In forward mode PyTorch fails at {reasons['forward']}, and as two backward "
-        f"passes at {reasons['backward']}. Leave the parameters behind it out of `weights`, write it with other "
-        "operations, or use a structure that takes gradients only: 'diag', 'kron', 'ekfac', 'block' or 'full'."
+        f"Products with the Jacobian need J v. In forward mode PyTorch fails at {reasons['forward']}, and as two "
+        f"backward passes at {reasons['backward']}. Leave the parameters behind it out of `weights`, write it with "
+        "other operations, or use a structure that takes gradients only: 'diag', 'kron', 'ekfac', 'block' or 'full'."
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,23 @@ from torch import Tensor, nn
 
 from lapwing import evidence, io, likelihoods, priors
 from lapwing.batches import Inputs, ReadOutput, Unpack, peek
+from lapwing.batches import unpack as unpack_batch
 from lapwing.curvature import DENSE, KINDS, STRUCTURES, Curvature, StructureOptions
 from lapwing.curvature.fit import Fit
 from lapwing.curvature.kfra import RESIDUAL
 from lapwing.errors import InputError, NotFittedError, choose, positive
 from lapwing.fitted import Fitted
-from lapwing.guard import borrowed, random_state_kept
+from lapwing.guard import borrowed, random_state_kept, twice_differentiable
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.base import GaussianOutputs
+from lapwing.linear_model import LinearModel
+from lapwing.mode import Mode, find_mode
 from lapwing.posterior import CENTERS, TEMPERED, Posterior
 from lapwing.predictive.linearized import Latent, latent
 from lapwing.predictive.prediction import Prediction
 from lapwing.predictive.sampled import sampled_outputs
 from lapwing.priors import Prior
+from lapwing.scale_free import find_scale_free, first_weight
 from lapwing.spectrum import Spectrum
 from lapwing.summary import summarize
 from lapwing.tape import Tape
@@ -141,6 +145,7 @@ class Laplace:
         self.tempered = choose(tempered, TEMPERED, "tempered")
         self.center = "network"
         self.tuning_: Tuning | None = None
+        self.mode_: Mode | None = None
         self._fitted: Fitted | None = None
 
     @property
@@ -171,8 +176,9 @@ class Laplace:
         """The posterior under the current prior, temperature, noise and center."""
         state = self._state()
         return Posterior(
-            state.spectrum, self.prior, self._temperature, self._noise, state.weights, self.center, self.tempered
-        )
+            state.spectrum, self.prior, self._temperature, self._noise, state.weights, self.center, self.tempered,
+            self.mode_,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------ fit
 
@@ -206,7 +212,7 @@ class Laplace:
         if self.curvature_kind == "hessian":
             fitted.posterior.log_det_precision()  # raises here and now if it is indefinite
         self._fitted = fitted._fitted
-        self.tuning_ = None
+        self.tuning_ = self.mode_ = None
         return self
 
     def _options(self) -> StructureOptions:
@@ -288,8 +294,78 @@ class Laplace:
         self._state()
         tuned, tuning = tune(self, method, groups, loader, options)
         self.prior, self._noise, self._temperature = tuned.prior, tuned._noise, tuned._temperature
-        self.tuning_ = tuning
+        self.mode_, self.tuning_ = tuned.mode_, tuning
         return self
+
+    def _seen(self, what: str, loader: Iterable[Any] | None) -> dict[str, str]:
+        """What prior groups want to know of the network: see `lapwing.tuning.groups.resolve`."""
+        state = self._unchanged()
+        with random_state_kept(), self._borrow(state.weights):
+            inputs = state.tape.seen if loader is None else self._few(loader)
+            if inputs is None:
+                raise InputError(
+                    f"groups={what!r} looks at a few inputs, and a file keeps none: pass loader=... as well."
+                )
+            if what == "input":
+                return {first_weight(state.tape, inputs): ""}
+            found = find_scale_free(state.tape, inputs)
+        if not found.groups:
+            raise InputError(
+                "groups='auto' found no scale-free group: scaling any layer, or all that write into one stream, "
+                "changes the outputs. There is nothing to separate: use groups='scalar' or 'layer'."
+            )
+        return found.labels()
+
+    def _few(self, loader: Iterable[Any]) -> Inputs:
+        """Up to 16 examples of the first batch."""
+        inputs, targets = unpack_batch(peek(loader)[1], "Batch 0", self.unpack)
+        count = len(targets)
+        return (inputs.split(count).part(0, 16) if inputs.all_batched(count) else inputs).to(self.device)
+
+    def recentered(self) -> Laplace:
+        """The same curvature around the linear model's own mode θ*, as if it had been fitted there.
+
+        `center="newton"` then moves from θ* with prior, noise and temperature, by the curvature at θ̃.
+        """
+        other = copy.copy(self)
+        other.center, other.tuning_, other.mode_ = "newton", None, None
+        posterior = self.at(center="linear").posterior
+        other._fitted = self._state().recentered(posterior.linear_mode, posterior.mean)
+        return other
+
+    def find_mode(self, loader: Iterable[Any], tolerance: float = 1e-4, max_steps: int = 500) -> Laplace:
+        """Find the mode θ* of the linearized model under the current prior, noise and temperature; returns `self`.
+
+        `θ* = argmin Σ_n ℓ(f(x_n) + J_n(θ − θ̃), y_n) + ½‖θ − μ₀‖²_Π`, a convex problem: one Jacobian-vector and one
+        vector-Jacobian product a step, no Jacobian, for any likelihood. It starts from the mode that was found last,
+        if there is one. Afterwards `center="linear"` serves evidence, samples and predictions; θ* stays where it was
+        found when prior, noise or temperature move on, until it is found anew.
+
+        Args:
+            loader: the data of the fit. It is read again and again, always in the same order.
+            tolerance: of the first-order condition, relative to its terms: see `lapwing.mode.Mode.residual`, and what
+                was reached in `la.mode_`.
+            max_steps: after which a `ConvergenceWarning` says that it is not there.
+        """
+        with self._linear_model(loader, "find_mode") as model:
+            self.mode_ = find_mode(model, self.posterior, self.mode_, tolerance, max_steps, show=self.progress)
+        return self
+
+    @contextmanager
+    def _linear_model(self, loader: Iterable[Any], what: str) -> Iterator[LinearModel]:
+        """The network linear in its weights on the data of the fit, borrowed as long as it is in use."""
+        state = self._unchanged()
+        with random_state_kept(), self._borrow(state.weights), twice_differentiable(self.model):
+            model = LinearModel.of(state.tape, self.likelihood, loader, self.unpack, self.progress, what)
+            if model.examples != self.curvature.examples:
+                raise InputError(
+                    f"{what} saw {model.examples} examples, the fit {self.curvature.examples:g}: the evidence of one "
+                    "posterior is that of one data set. Pass the loader of the fit."
+                )
+            try:
+                yield model
+            finally:
+                model.passes.close()
 
     # ----------------------------------------------------------------------- samples and predictions
 
@@ -334,7 +410,7 @@ class Laplace:
                 Carlo over outputs, with noise of its own for every input); regression is exact.
             samples: draws (default 100 sampled, 1,000 in output space), or weights from `la.sample`.
             generator: the source of randomness; None consumes torch's global one.
-            center: "network" or "newton"; default that of `la`.
+            center: "network", "newton" or "linear" (after `find_mode`); default that of `la`.
         """
         choose(method, ("linearized", "sampled"), "method")
         if isinstance(samples, int) and samples < 1:
@@ -385,7 +461,7 @@ class Laplace:
             if name in other._state().weights and not torch.equal(value, other._state().weights[name]):
                 raise InputError(f"Posteriors around different weights do not merge: {name!r} differs.")
         merged = copy.copy(self)
-        merged.tuning_ = None
+        merged.tuning_ = merged.mode_ = None
         merged._fitted = Fitted(self._state().tape, Spectrum(self.curvature.merge(other.curvature)))
         return merged
 
@@ -419,6 +495,7 @@ class Laplace:
             self._fitted = Fitted(tape, Spectrum(self.curvature.to(device)))
         if isinstance(self.prior, priors.GaussianPrior):
             self.prior = self.prior.to(device)
+        self.mode_ = None if self.mode_ is None else self.mode_.to(device)
         self._noise, self._temperature = self._noise.to(device), self._temperature.to(device)
         return self
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lapwing.basis import Basis
 from lapwing.curvature import Block
-from lapwing.errors import InputError
+from lapwing.errors import InputError, NotFittedError
 from lapwing.priors import FactoredDamping, GaussianPrior, Prior
 from lapwing.spectrum import Spectrum
 
-CENTERS = ("network", "newton")
+if TYPE_CHECKING:
+    from lapwing.mode import Mode
+
+CENTERS = ("network", "newton", "linear")
 TEMPERED = ("likelihood", "both")
 
 
@@ -50,6 +54,8 @@ class Posterior:
     weights: dict[str, Tensor]
     center: str = "network"
     tempered: str = "likelihood"
+    mode: Mode | None = None
+    """The linear model's own, where it was found."""
 
     @property
     def likelihood_scale(self) -> Tensor:
@@ -137,6 +143,20 @@ class Posterior:
         scale = self.likelihood_scale
         return torch.stack([(scale * block.eigenvalues / block.precisions).sum() for block in self.blocks]).sum()
 
+    def effective_dimensions(self) -> dict[str, Tensor]:
+        """How far the data determine each weight, the diagonal of `P⁻¹ T H/σ²`, by parameter name; float64.
+
+        Between 0 and 1, and `1 − λ (P⁻¹)_ii`; the sum over all is the effective dimension.
+        """
+        self._gaussian()
+        found: dict[str, Tensor] = {}
+        for i, block in enumerate(self.blocks):
+            shares = self.likelihood_scale * block.eigenvalues * block.scale
+            diagonal = block.basis.to(torch.float64).marginal(shares)
+            shape = self.spectrum.prior_of(i, self.precisions).shape
+            found |= block.block.unpack(diagonal if shape is None else diagonal * shape)
+        return found
+
     def variances(self) -> dict[str, Tensor]:
         """Marginal posterior variance of every parameter: the diagonal of P⁻¹."""
         found: dict[str, Tensor] = {}
@@ -147,29 +167,42 @@ class Posterior:
 
     @cached_property
     def step(self) -> dict[str, Tensor]:
-        """`θ* − θ̃` by parameter name, float64: 0 at the network's center, else the Newton step
+        """`θ* − θ̃` by parameter name, float64: 0 at the network's center, that of the linear model's mode, or the
 
-        `−P⁻¹(Π(θ̃ − μ₀) − T∇/σ²)`.
+        Newton step `−P⁻¹(Π(θ̃ − μ₀) − T∇/σ²)`.
         """
         if self.center == "network":
             return {name: torch.zeros_like(self.weights[name], dtype=torch.float64) for name in self.sizes}
-        found: dict[str, Tensor] = {}
+        if self.center == "linear":
+            return self.linear_mode.step
+        return {name: -moved for name, moved in self.solve(self._slope()).items()}
+
+    @property
+    def linear_mode(self) -> Mode:
+        """The linear model's own mode, or an error that says how to find it."""
+        if self.mode is None:
+            raise NotFittedError("center='linear' needs the linear model's own mode: call la.find_mode(loader) first.")
+        return self.mode
+
+    def solve(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`P⁻¹ v` by parameter name, float64, held fixed when differentiating."""
         blocks = self.blocks  # made outside of no_grad: they are kept, and the evidence differentiates them
+        found: dict[str, Tensor] = {}
         with torch.no_grad():
-            slope = self._slope()
             for block in blocks:
                 basis = block.basis.to(torch.float64)
-                found |= block.block.unpack(-basis.expand(block.scale * basis.reduce(block.block.pack(slope))))
+                found |= block.block.unpack(basis.expand(block.scale * basis.reduce(block.block.pack(values))))
         return found
 
     def _slope(self) -> dict[str, Tensor]:
         """Gradient of the negative log posterior at θ̃."""
         gradient = self.spectrum.curvature.gradient
-        return {
-            name: self.prior_scale * self.precisions[name] * (self.weights[name].double() - self.means[name])
-            - self.likelihood_scale * gradient[name].double()
-            for name in self.sizes
-        }
+        with torch.no_grad():
+            return {
+                name: self.prior_scale * self.precisions[name] * (self.weights[name].double() - self.means[name])
+                - self.likelihood_scale * gradient[name].double()
+                for name in self.sizes
+            }
 
     def step_curvature(self) -> Tensor:
         """`δᵀ H δ` of the step to the center, 0-d."""

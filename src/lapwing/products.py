@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lapwing import likelihoods
 from lapwing.batches import ReadOutput, Unpack, check_targets, peek, read
 from lapwing.errors import InputError
+from lapwing.flat import Flat
 from lapwing.guard import borrowed, random_state_kept, twice_differentiable
 from lapwing.jvp import Linearized, OutputHessian, settle
 from lapwing.likelihoods import Likelihood
@@ -106,7 +107,7 @@ class GGN:
     @property
     def size(self) -> int:
         """p, the number of Bayesian parameters."""
-        return sum(parameter.numel() for parameter in self.parameters.values())
+        return self._flat.length
 
     @property
     def device(self) -> torch.device:
@@ -118,23 +119,17 @@ class GGN:
         """That of the weights, in which products are computed."""
         return next(iter(self.parameters.values())).dtype
 
+    @property
+    def _flat(self) -> Flat:
+        return Flat({name: parameter.shape for name, parameter in self.parameters.items()})
+
     def pack(self, values: dict[str, Tensor]) -> Tensor:
         """Parameters by name, each `[*lead, *shape]`, to `[*lead, p]`."""
-        return torch.cat(
-            [
-                values[name].reshape(*values[name].shape[: values[name].dim() - parameter.dim()], -1)
-                for name, parameter in self.parameters.items()
-            ],
-            dim=-1,
-        )
+        return self._flat.pack(values)
 
     def unpack(self, vector: Tensor) -> dict[str, Tensor]:
         """The inverse of `pack`: `[*lead, p]` to parameters by name."""
-        parts = vector.split([parameter.numel() for parameter in self.parameters.values()], dim=-1)
-        return {
-            name: part.reshape((*vector.shape[:-1], *parameter.shape))
-            for (name, parameter), part in zip(self.parameters.items(), parts, strict=True)
-        }
+        return self._flat.unpack(vector)
 
     def matmul(self, vectors: Tensor) -> Tensor:
         """`H V` for `vectors` V: `[p, k]`, in their dtype; one pass over the data."""

@@ -54,6 +54,8 @@ class Tape:
     output: ReadOutput | None = None
     budget: int = 2**30
     layers: tuple[Layer, ...] | None = None
+    seen: Inputs | None = None
+    """The inputs on which the layers were found."""
     _known: dict[Any, _Reading] = field(default_factory=dict, repr=False)
     _fallbacks: dict[frozenset[str], PerExample] = field(default_factory=dict, repr=False)
 
@@ -111,6 +113,7 @@ class Tape:
             found = probe.examine(record)  # what had no gradient there may have one here
         if self.layers is None:
             self.layers = found.layers
+            self.seen = (few or record).inputs.copy()
         reading = _Reading(found.axes, found.counts, _lost(self.layers, found, record))
         if not record.graph.reorders and found.decided:
             self._known[key] = reading  # else the next batch may differ

@@ -3,39 +3,55 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from lapwing.errors import InputError, choose
 from lapwing.tuning.by_evidence import tune_by_evidence
+from lapwing.tuning.by_linear_evidence import tune_by_linear_evidence
 from lapwing.tuning.by_validation import tune_by_validation
-from lapwing.tuning.groups import Groups
-from lapwing.tuning.result import Tuning
+from lapwing.tuning.groups import Groups, resolve
+from lapwing.tuning.result import Round, Tuning
 
 if TYPE_CHECKING:
     from lapwing.laplace import Laplace
+
+METHODS: dict[str, Callable[..., tuple[Laplace, Tuning]]] = {
+    "evidence": tune_by_evidence,
+    "linear-evidence": tune_by_linear_evidence,
+    "validation": tune_by_validation,
+}
 
 
 def tune(
     la: Laplace, method: str, groups: Groups, loader: Iterable[Any] | None, options: dict[str, Any]
 ) -> tuple[Laplace, Tuning]:
     """Run the method of this name; what does not belong to it is an error, not ignored."""
-    choose(method, ("evidence", "validation"), "method")
-    chosen = tune_by_evidence if method == "evidence" else tune_by_validation
+    chosen = METHODS[choose(method, METHODS, "method")]
     known = {*inspect.signature(chosen).parameters} - {"la", "groups", "loader", "predict"}
     if method == "validation":
         known |= {*inspect.signature(la.predict).parameters} - {"x", "method"}
     for name in options:
         choose(name, known, f"option of tune_prior(method={method!r})")
+    if method == "validation":
+        if loader is None:
+            raise InputError("tune_prior(method='validation') needs loader=..., a validation set.")
+        if groups != "scalar":
+            raise InputError("tune_prior(method='validation') takes candidates=[...] in place of groups.")
+        return tune_by_validation(la, loader, **options)
+    if method == "evidence" and loader is not None and groups not in ("auto", "input"):
+        raise InputError(
+            "tune_prior(method='evidence') reads no data; loader= belongs to the other methods, or to groups='auto'."
+        )
+    layers = [layer for block in la.curvature.blocks for layer in block.layers]
+    resolved = resolve(groups, layers, lambda what: la._seen(what, loader))
     if method == "evidence":
-        if loader is not None:
-            raise InputError("tune_prior(method='evidence') reads no data; loader= belongs to method='validation'.")
-        return tune_by_evidence(la, groups, **options)
+        return tune_by_evidence(la, resolved, **options)
     if loader is None:
-        raise InputError("tune_prior(method='validation') needs loader=..., a validation set.")
-    if groups != "scalar":
-        raise InputError("tune_prior(method='validation') takes candidates=[...] in place of groups.")
-    return tune_by_validation(la, loader, **options)
+        raise InputError("tune_prior(method='linear-evidence') needs loader=..., the data of the fit.")
+    return tune_by_linear_evidence(la, resolved, loader, **options)
 
 
-__all__ = ["Groups", "Tuning", "tune", "tune_by_evidence", "tune_by_validation"]
+__all__ = [
+    "Groups", "Round", "Tuning", "tune", "tune_by_evidence", "tune_by_linear_evidence", "tune_by_validation",
+]  # fmt: skip

@@ -7,6 +7,7 @@ prior is tempered as well, they are `λ_g ‖θ*_g − μ₀‖² = p_g − Σ_i
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lapwing import lbfgs
 from lapwing.errors import InputError, TuningWarning
 from lapwing.priors import GaussianPrior
-from lapwing.tuning.groups import Groups, labels
+from lapwing.tuning.groups import Group
 from lapwing.tuning.result import Tuning
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ _EDGE = 40.0  # |log λ| beyond which an optimum is said to run off
 
 
 def tune_by_evidence(
-    la: Laplace, groups: Groups = "scalar", noise: bool = True, tolerance: float = 1e-6, max_steps: int = 500
+    la: Laplace, groups: tuple[Group, ...], noise: bool = True, tolerance: float = 1e-6, max_steps: int = 500
 ) -> tuple[Laplace, Tuning]:
     """Choose prior precisions by group, and the noise of a regression where `noise`.
 
@@ -37,10 +39,10 @@ def tune_by_evidence(
     """
     if not 0 < tolerance < 1:
         raise InputError(f"tolerance must be between 0 and 1, got {tolerance}.")
-    space = _space(la, groups, noise)
+    space = search_space(la, groups, noise)
     if not bool(space.free.any()):
         raise InputError("Nothing to tune. " + " ".join(space.held))
-    point, residual, steps = _maximize(space, tolerance, max_steps)
+    point, residual, steps = maximize(space, tolerance, max_steps)
     converged = residual <= tolerance
     messages = [*space.held, *space.run_off(point)]
     if not converged and len(messages) == len(space.held):
@@ -60,7 +62,7 @@ def tune_by_evidence(
     return tuned, Tuning("evidence", start, value, converged, steps, residual, shown, chosen_noise, [], tuple(messages))
 
 
-def _maximize(space: _Space, tolerance: float, max_steps: int) -> tuple[Tensor, float, int]:
+def maximize(space: Space, tolerance: float, max_steps: int) -> tuple[Tensor, float, int]:
     """L-BFGS ascent; returns the point, its relative violation of the optimality conditions, and the steps.
 
     Along each coordinate the gradient is `½(γ − λ‖θ*‖²)` and the curvature at most `½ max(γ, λ‖θ*‖²)`, which
@@ -76,7 +78,7 @@ def _maximize(space: _Space, tolerance: float, max_steps: int) -> tuple[Tensor, 
         if residual <= tolerance or step == max_steps:
             break
         bound = 0.5 * torch.maximum(size, size + 2 * gradient)
-        direction = _lbfgs_direction(gradient, pairs, bound)
+        direction = lbfgs.direction(gradient, pairs, bound.reciprocal().mul)
         if float(direction @ gradient) <= 0:
             pairs, direction = [], gradient / bound
         direction = direction * min(1.0, 4.0 / float(direction.abs().max()))
@@ -100,66 +102,50 @@ def _maximize(space: _Space, tolerance: float, max_steps: int) -> tuple[Tensor, 
     return point, residual, step
 
 
-def _lbfgs_direction(gradient: Tensor, pairs: list[tuple[Tensor, Tensor]], bound: Tensor) -> Tensor:
-    """The two-loop recursion for an ascent direction, from `diag(1/bound)`."""
-    kept = [(moved, bent, float(moved @ bent)) for moved, bent in pairs if float(moved @ bent) > 0]
-    direction, factors = gradient.clone(), []
-    for moved, bent, product in reversed(kept):
-        factors.append(float(moved @ direction) / product)
-        direction = direction - factors[-1] * bent
-    direction = direction / bound
-    for (moved, bent, product), factor in zip(kept, reversed(factors), strict=True):
-        direction = direction + (factor - float(bent @ direction) / product) * moved
-    return direction
-
-
 @dataclass(frozen=True)
-class _Group:
-    """The parameters of one label; `shape` is () for a shared precision, else one per element."""
+class Space:
+    """The logarithms to choose as one flat vector: the groups' in order, then that of the noise.
 
-    label: str
-    members: tuple[str, ...]
-    shape: torch.Size
-    size: int
-
-    def sizes(self) -> Tensor:
-        """How many parameters each of its coordinates speaks for."""
-        return torch.ones(self.shape.numel()) if self.shape else torch.tensor([float(self.size)])
-
-
-@dataclass(frozen=True)
-class _Space:
-    """The logarithms to choose as one flat vector: the groups' in order, then that of the noise."""
+    None moves further than `reach` from its start.
+    """
 
     la: Laplace
-    groups: tuple[_Group, ...]
+    groups: tuple[Group, ...]
     noise: bool
     start: Tensor
     free: Tensor
     held: tuple[str, ...]
+    reach: float = math.inf
+
+    def clip(self, point: Tensor) -> Tensor:
+        """The nearest point within reach."""
+        low, high = self._bounds()
+        return point.clamp(low, high)
+
+    def _bounds(self) -> tuple[Tensor, Tensor]:
+        return (self.start - self.reach).clamp(min=-_EDGE), (self.start + self.reach).clamp(max=_EDGE)
 
     def precisions(self, point: Tensor) -> dict[str, Tensor]:
         """Precision by label."""
         sizes = [group.shape.numel() for group in self.groups]
-        parts = point[: sum(sizes)].clamp(-_EDGE, _EDGE).exp().split(sizes)
+        parts = self.clip(point)[: sum(sizes)].exp().split(sizes)
         return {group.label: part.reshape(group.shape) for group, part in zip(self.groups, parts, strict=True)}
 
     def at(self, point: Tensor) -> Laplace:
         values = self.precisions(point)
-        by_name = {name: values[group.label] for group in self.groups for name in group.members}
+        by_name = {name: value for group in self.groups for name, value in group.expand(values[group.label]).items()}
         if len(self.groups) == 1 and not self.groups[0].shape:
             by_name = {"*": values[self.groups[0].label]}
         mean = self.la.posterior._gaussian().mean
-        return self.la.at(
-            prior=GaussianPrior(by_name, mean), noise=point[-1].clamp(-_EDGE, _EDGE).exp() if self.noise else None
-        )
+        return self.la.at(prior=GaussianPrior(by_name, mean), noise=self.clip(point)[-1].exp() if self.noise else None)
 
     def evidence(self, point: Tensor) -> tuple[float, Tensor]:
-        """Its value and its gradient, 0 for what is held."""
+        """Its value and its gradient, 0 for what is held or as far as it may go."""
         moving = point.clone().requires_grad_()
         value = self.at(moving).log_evidence()
         (gradient,) = torch.autograd.grad(value, moving)
-        return value.item(), torch.where(self.free & (point.abs() < _EDGE), gradient, torch.zeros_like(gradient))
+        low, high = self._bounds()
+        return value.item(), torch.where(self.free & (low < point) & (point < high), gradient, 0.0)
 
     def sizes(self, point: Tensor) -> Tensor:
         """What the gradient is measured against: `λ_g ‖θ*_g − μ₀‖²` of each group, T times the observations."""
@@ -167,24 +153,23 @@ class _Space:
         weighted = {
             name: precision * posterior.squared_distances[name] for name, precision in posterior.precisions.items()
         }
-        scales = [
-            weighted[group.members[0]].flatten() if group.shape else _total([weighted[name] for name in group.members])
-            for group in self.groups
-        ]
         # A group at the prior mean has no distance to measure against: its size stands in.
-        scale = torch.cat(scales) * posterior.prior_scale
-        scale = torch.where(scale > 0, scale, torch.cat([group.sizes() for group in self.groups]).to(scale))
+        scale = torch.cat([group.total(weighted).flatten() for group in self.groups]) * posterior.prior_scale
+        scale = torch.where(scale > 0, scale, self._counts().to(scale))
         if self.noise:
             observations = self.la.curvature.statistics.observations * posterior.temperature
             scale = torch.cat([scale, observations[None]])
         return scale.clamp(min=1e-300)
 
+    def _counts(self) -> Tensor:
+        return torch.cat([group.counts().flatten() for group in self.groups])
+
     def run_off(self, point: Tensor) -> list[str]:
         """What has no interior optimum: at the edge, or where the center moves, without a direction determined."""
         gone = self.free & (point.abs() >= _EDGE)
         if self.la.center != "network":
-            count = sum(group.shape.numel() for group in self.groups)
-            sizes = torch.cat([group.sizes() for group in self.groups]).to(point)
+            sizes = self._counts().to(point)
+            count = len(sizes)
             gone[:count] |= self.free[:count] & (self.sizes(point)[:count] < 1e-8 * sizes)
         if not bool(gone.any()):
             return []
@@ -194,60 +179,47 @@ class _Space:
         ]
 
 
-def _space(la: Laplace, groups: Groups, noise: bool) -> _Space:
+def search_space(la: Laplace, groups: tuple[Group, ...], noise: bool, from_here: bool = False) -> Space:
+    """What to choose, and where to start: at the current precisions and noise, or unless `from_here` near the optimum
+    where that is known. What has no optimum is held.
+    """
     posterior = la.posterior
     posterior._gaussian()
-    names = labels(groups, [layer for block in la.curvature.blocks for layer in block.layers])
     curvature = _curvature_diagonal(la)
-    found, starts, frees, held = list[_Group](), list[Tensor](), list[Tensor](), list[str]()
-    for label in dict.fromkeys(names.values()):
-        members = tuple(name for name, other in names.items() if other == label)
-        distance = torch.cat(
-            [(posterior.weights[name].double() - posterior.means[name]).square().flatten() for name in members]
-        )
-        diagonal = torch.cat([curvature[name].flatten() for name in members])
-        current = torch.cat(
-            [posterior.precisions[name].detach().expand(posterior.sizes[name]).flatten() for name in members]
-        )
+    distances = {name: (posterior.weights[name].double() - posterior.means[name]).square() for name in posterior.sizes}
+    current = {name: value.detach().expand(posterior.sizes[name]) for name, value in posterior.precisions.items()}
+    logarithms = {name: value.log() for name, value in current.items()}
+    starts, frees, held = list[Tensor](), list[Tensor](), list[str]()
+    for group in groups:
+        diagonal, distance = group.total(curvature), group.total(distances)
         curved, apart = diagonal > 0, (distance > 0) | torch.tensor(la.center != "network")
-        if groups == "parameter":
-            group = _Group(label, members, posterior.sizes[members[0]], 1)
-            start = torch.where(
-                curved & apart, _diagonal_optimum(posterior.likelihood_scale * diagonal, distance), current
-            )
-        else:
-            group = _Group(label, members, torch.Size(()), distance.numel())
-            start = current.log().mean().exp()[None]
-            curved, apart = curved.any()[None], apart.any()[None]
+        start = (group.total(logarithms) / group.counts().to(diagonal)).exp()
+        if not from_here and [*group.sizes.values()] == [group.shape]:  # each weight has its own
+            best = _diagonal_optimum(posterior.likelihood_scale * diagonal, distance)
+            start = torch.where(curved & apart, best, start)
         # Tempering the prior as well moves these optima inside: above T = 1 for no curvature, below for no distance.
         both = la.tempered == "both"
-        bounded = (both and la.temperature > 1, both and la.temperature < 1)
-        curved = curved | torch.tensor(bounded[0], device=curved.device)
-        apart = apart | torch.tensor(bounded[1], device=curved.device)
+        curved = curved | torch.tensor(both and la.temperature > 1, device=curved.device)
+        apart = apart | torch.tensor(both and la.temperature < 1, device=curved.device)
         for missing, reason in ((~curved, "without curvature (the data say nothing): the best precision is 0"),
                                 (curved & ~apart, "at the prior mean: the best precision is infinite")):  # fmt: skip
             if bool(missing.any()):
                 which = (
-                    f"{int(missing.sum())} of {missing.numel()} elements of {label!r} are"
+                    f"{int(missing.sum())} of {missing.numel()} elements of {group.label!r} are"
                     if group.shape
-                    else f"Prior group {label!r} is"
+                    else f"Prior group {group.label!r} is"
                 )
                 held.append(f"{which} {reason}; held.")
-        found.append(group)
-        starts.append(start.log())
-        frees.append(curved & apart)
-    if noise and la.likelihood.noise is not None:
+        starts.append(start.log().flatten())
+        frees.append((curved & apart).flatten())
+    has_noise = noise and la.likelihood.noise is not None
+    if has_noise:
         statistics = la.curvature.statistics
         if statistics.squared_error <= 0:
             held.append("The squared error is 0: the best noise is 0; held.")
         starts.append(la._noise.detach().log()[None])
         frees.append(torch.tensor([statistics.squared_error > 0], device=starts[0].device))
-    has_noise = noise and la.likelihood.noise is not None
-    return _Space(la, tuple(found), has_noise, torch.cat(starts).detach(), torch.cat(frees), tuple(held))
-
-
-def _total(terms: list[Tensor]) -> Tensor:
-    return torch.stack([term.sum() for term in terms]).sum()[None]
+    return Space(la, groups, has_noise, torch.cat(starts).detach(), torch.cat(frees), tuple(held))
 
 
 def _diagonal_optimum(curvature: Tensor, distance: Tensor) -> Tensor:
