@@ -10,6 +10,7 @@ from lapwing.priors import FactoredDamping, GaussianPrior
 from lapwing.version import __version__
 
 __all__ = [
-    "Averaged", "Bernoulli", "Categorical", "ConvergenceWarning", "FactoredDamping", "FileError", "Gaussian", "GaussianPrior",
-    "InputError", "Laplace", "LapwingError", "NotFittedError", "Prediction", "TuningWarning", "__version__", "priors",
+    "Averaged", "Bernoulli", "Categorical", "ConvergenceWarning", "FactoredDamping", "FileError", "Gaussian",
+    "GaussianPrior", "InputError", "Laplace", "LapwingError", "NotFittedError", "Prediction", "TuningWarning",
+    "__version__", "priors",
 ]  # fmt: skip

@@ -1,13 +1,16 @@
 """The log-evidence as a function of the data: its gradient in the inputs, and so in whatever made them.
 
-Let the inputs depend on parameters η, say the strength of an augmentation, and let the curvature be fitted at one η. With
-the weights held, `d ½ log det P = ½ (T/σ²) tr(P⁻¹ dH)` for `H = Σ_n J_nᵀ Λ_n J_n`. So
+Let the inputs depend on parameters η, say the strength of an augmentation, and let the curvature be fitted at one η.
+With the weights held, `d ½ log det P = ½ (T/σ²) tr(P⁻¹ dH)` for `H = Σ_n J_nᵀ Λ_n J_n`. So
 
 `S(η) = Σ_n { T·log p(y_n|f_n) − ½ (T/σ²) tr(Λ_n J_n P⁻¹ J_nᵀ) }`, with `P⁻¹` held,
 
-has the gradient of the log-evidence in η, and takes predictions only: `J_n P⁻¹ J_nᵀ` is the covariance of the linearized
-outputs. Since log det is concave, what S gains is a lower bound on what the evidence gains: a step in η that raises S,
-also a long one, raises the evidence.
+has the gradient of the log-evidence in η, and takes predictions only: `J_n P⁻¹ J_nᵀ` is the covariance of the
+linearized outputs. Since log det is concave, what S gains is a lower bound on what the evidence gains: a step in η
+that raises S raises the evidence, also a long one.
+
+At the Newton center `θ* = θ̃ + δ` is held too (it maximizes the terms it enters), and `log p(y_n|f_n)` becomes
+`log p(y_n|f_n) + (∇_f log p·J_n δ − ½ δᵀJ_nᵀΛ_nJ_n δ)/σ²`.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ def data_evidence(la: Laplace, x: Any, y: Tensor, scale: float | None) -> Tensor
     if posterior.center == "newton":
         step = la.latent(x, diagonal=True).mean - outputs  # J δ
         fit = fit + (gradients(la.likelihood, outputs, targets) * step).sum() / noise
-        covariance = covariance + step.flatten(1).unsqueeze(2) * step.flatten(1).unsqueeze(1)
+        flat = step.reshape(len(step), -1)
+        covariance = covariance + flat.unsqueeze(2) * flat.unsqueeze(1)
     spread = traces(la.likelihood, outputs, targets, covariance)
     factor = la.curvature.examples / len(outputs) if scale is None else float(positive(scale, "scale"))
     return factor * temperature * (fit - 0.5 * spread.double() / noise)
@@ -59,9 +63,9 @@ def _check(la: Laplace) -> None:
     if la.center == "network" or (la.center == "newton" and la.structure == "full"):
         return
     raise InputError(
-        f"data_evidence at center={la.center!r} with structure={la.structure!r} is not supported: the step to the center "
-        "would belong to another curvature than its gradient. Use la.at(center='network'), or structure='full' with "
-        "center='newton'."
+        f"data_evidence at center={la.center!r} with structure={la.structure!r} is not supported: the step to the "
+        "center is that of the structure's curvature, which has no per-example form. Use la.at(center='network'), or "
+        "structure='full' with center='newton'."
     )
 
 

@@ -269,13 +269,14 @@ class Laplace:
         return evidence.log_evidence(self.at(prior, temperature, noise, center).posterior)
 
     def data_evidence(self, x: Any, y: Tensor, scale: float | None = None) -> Tensor:
-        """The part of the log-evidence that depends on data, for gradients in the inputs: a 0-d float64 tensor
+        """The part of the log-evidence that the data enter, for gradients in the inputs: a 0-d float64 tensor
 
-        `scale·Σ_n { T·log p(y_n|f_n) − ½ (T/σ²) tr(Λ_n J_n P⁻¹ J_nᵀ) }`, where `P⁻¹` is that of the fit. If `x` depends on
-        parameters η (an augmentation, a warping of the inputs), its gradient in η is that of the log-evidence at the η of
-        the fit: exact for structures full, block and diag, exact in the basis of the fit for ekfac, an
-        approximation for kron and for lowrank without all of the rank. What it gains bounds from below what the evidence
-        gains. Hyperparameters are held: their gradients come from `log_evidence`.
+        `scale·Σ_n { T·log p(y_n|f_n) − ½ (T/σ²) tr(Λ_n J_n P⁻¹ J_nᵀ) }`, where `P⁻¹` is that of the fit.
+
+        If `x` depends on parameters η (an augmentation, a warping of inputs), the gradient in η is that of the
+        log-evidence at the η of the fit, weights held: exact for structures full, block and diag, exact in the basis
+        of the fit for ekfac, an approximation for kron and for lowrank without all of the rank. What it gains is
+        a lower bound on what the evidence gains. Hyperparameters are held: their gradients are `log_evidence`'s.
 
         Args:
             x: inputs as for `predict`, made by differentiable operations outside the model.
