@@ -108,7 +108,7 @@ def test_kron_is_exact_where_its_curvature_is() -> None:
     """Of one example the block of a layer is a Kronecker product, under every η."""
     model, x, y = problem("classification")
     x, y = x[:1], y[:1]
-    found = []
+    found: list[Tensor] = []
     for structure in ("kron", "block"):
         la = Laplace(model, "classification", structure).fit([(warped(POINT, x), y)])
         eta = POINT.clone().requires_grad_()

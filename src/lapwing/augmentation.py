@@ -31,4 +31,4 @@ class Averaged(nn.Module):
         if x.dim() < 2:
             raise InputError(f"Averaged takes inputs [N, S, ...], S copies of N examples, got {list(x.shape)}.")
         outputs = read_output(self.model(x.flatten(0, 1)))
-        return outputs.unflatten(0, x.shape[:2]).mean(1)
+        return outputs.reshape(*x.shape[:2], *outputs.shape[1:]).mean(1)
