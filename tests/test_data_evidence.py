@@ -67,14 +67,14 @@ def gradient(likelihood: str, structure: str, center: str = "network", **options
 @pytest.mark.parametrize("structure", ["diag", "block", "full"])
 def test_the_gradient_is_that_of_evidences_fitted_anew(likelihood: str, structure: str) -> None:
     torch.testing.assert_close(
-        gradient(likelihood, structure), differences(likelihood, structure), rtol=1e-7, atol=1e-8
+        gradient(likelihood, structure), differences(likelihood, structure), rtol=1e-9, atol=1e-10
     )
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_the_newton_center_of_the_full_structure(likelihood: str) -> None:
     found, expected = gradient(likelihood, "full", "newton"), differences(likelihood, "full", "newton")
-    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
     assert not torch.allclose(found, gradient(likelihood, "full"), rtol=1e-2)  # it is another gradient
 
 
@@ -101,7 +101,7 @@ def test_the_basis_of_ekfac_is_held() -> None:
     expected = torch.stack([
         (8 * (value(POINT + h) - value(POINT - h)) - (value(POINT + 2 * h) - value(POINT - 2 * h))) / 12e-3 for h in units
     ])  # fmt: skip
-    torch.testing.assert_close(gradient("classification", "ekfac"), expected, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(gradient("classification", "ekfac"), expected, rtol=1e-9, atol=1e-10)
 
 
 def test_kron_is_exact_where_its_curvature_is() -> None:

@@ -47,7 +47,7 @@ class Run:
 
 def rotated(images: Tensor, angles: Tensor) -> Tensor:
     """Images `[N, 1, H, W]` turned by angles `[N, S]` in radians: `[N, S, 1, H, W]`, differentiable in the angles."""
-    cos, sin, zero = angles.cos().flatten(), angles.sin().flatten(), torch.zeros(angles.numel())
+    cos, sin, zero = angles.cos().flatten(), angles.sin().flatten(), torch.zeros_like(angles).flatten()
     turns = torch.stack([torch.stack([cos, -sin, zero], 1), torch.stack([sin, cos, zero], 1)], 1)
     repeated = images.repeat_interleave(angles.shape[1], 0)
     paper = images.min()  # what lies outside of an image is as empty as its corners
