@@ -12,9 +12,9 @@ class Averaged(nn.Module):
     """`f̄(x_1, …, x_S) = (1/S) Σ_s f(x_s)`: a model whose examples are S copies each, `[N, S, ...]`.
 
     The weights are those of `model`, and the outputs have the shape of its outputs. A layer reads as one whose
-    weight is shared by S positions of an example, so every structure takes its fast path. With structure "kron" use
-    `kron="reduce"`, which is exact in the limit of equal copies; "expand" would count the copies as
-    independent, and see a curvature up to S times too small.
+    weight is shared by S positions of an example, so every structure takes its fast path. Use structure "ekfac", or
+    "kron" with `kron="reduce"`, for which equal copies count as one; "expand" takes copies for independent and sees a
+    curvature up to S times too small.
 
     Examples:
         >>> import torch
