@@ -1,6 +1,7 @@
 """Lapwing: Laplace approximations for any PyTorch network."""
 
 from lapwing import priors
+from lapwing.augmentation import Averaged
 from lapwing.errors import ConvergenceWarning, FileError, InputError, LapwingError, NotFittedError, TuningWarning
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian
@@ -9,6 +10,7 @@ from lapwing.priors import FactoredDamping, GaussianPrior
 from lapwing.version import __version__
 
 __all__ = [
-    "Bernoulli", "Categorical", "ConvergenceWarning", "FactoredDamping", "FileError", "Gaussian", "GaussianPrior",
-    "InputError", "Laplace", "LapwingError", "NotFittedError", "Prediction", "TuningWarning", "__version__", "priors",
+    "Averaged", "Bernoulli", "Categorical", "ConvergenceWarning", "FactoredDamping", "FileError", "Gaussian",
+    "GaussianPrior", "InputError", "Laplace", "LapwingError", "NotFittedError", "Prediction", "TuningWarning",
+    "__version__", "priors",
 ]  # fmt: skip

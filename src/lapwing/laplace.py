@@ -18,6 +18,7 @@ from lapwing.batches import unpack as unpack_batch
 from lapwing.curvature import DENSE, KINDS, STRUCTURES, Curvature, StructureOptions
 from lapwing.curvature.fit import Fit
 from lapwing.curvature.kfra import RESIDUAL
+from lapwing.data_evidence import data_evidence
 from lapwing.errors import InputError, NotFittedError, choose, positive
 from lapwing.fitted import Fitted
 from lapwing.guard import borrowed, random_state_kept, twice_differentiable
@@ -272,6 +273,24 @@ class Laplace:
         Differentiable in each argument that is given as a tensor with `requires_grad`.
         """
         return evidence.log_evidence(self.at(prior, temperature, noise, center).posterior)
+
+    def data_evidence(self, x: Any, y: Tensor, scale: float | None = None) -> Tensor:
+        """The part of the log-evidence that the data enter, for gradients in the inputs: a 0-d float64 tensor
+
+        `scale·Σ_n { T·log p(y_n|f_n) − ½ (T/σ²) tr(Λ_n J_n P⁻¹ J_nᵀ) }`, where `P⁻¹` is that of the fit.
+
+        If `x` depends on parameters η (an augmentation, a warping of inputs), the gradient in η is that of the
+        log-evidence at the η of the fit, weights held: exact for structures full, block and diag, exact in the basis
+        of the fit for ekfac, an approximation for kron and for lowrank without all of the rank. What it gains is
+        a lower bound on what the evidence gains. Hyperparameters are held: their gradients are `log_evidence`'s.
+
+        Args:
+            x: inputs as for `predict`, made by differentiable operations outside the model.
+            y: their targets, as in the batches of `fit`.
+            scale: what multiplies the sum. Default N/M, for M of the N examples of the fit that stand for all;
+                1 to add up batches.
+        """
+        return data_evidence(self, x, y, scale)
 
     def effective_dimension(self) -> float:
         """The number of directions in weight space that the data determine, `Σ_i (T s_i/σ²)/(T s_i/σ² + λ_i)`."""

@@ -64,14 +64,16 @@ class Spectrum:
         return Spectrum(curvature, self._plain, self._shaped)
 
     def squared_distance(self, prior: GaussianPrior, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`‖θ̃ − μ₀‖²` by parameter, 0-d; kept for the last prior mean."""
-        if self._distances is None or self._distances[0] is not prior.mean:
-            means = prior.means({name: value.shape for name, value in weights.items()})
-            found = {
-                name: (value.double() - means[name].to(value.device)).square().sum() for name, value in weights.items()
-            }
+        """`‖θ̃ − μ₀‖²` by parameter, 0-d; kept for the last prior mean, unless a gradient in it is wanted."""
+        if self._distances is not None and self._distances[0] is prior.mean:
+            return self._distances[1]
+        means = prior.means({name: value.shape for name, value in weights.items()})
+        found = {
+            name: (value.double() - means[name].to(value.device)).square().sum() for name, value in weights.items()
+        }
+        if not any(mean.requires_grad for mean in means.values()):  # else its value may change, its graph be used up
             self._distances = (prior.mean, found)
-        return self._distances[1]
+        return found
 
     def prior_of(self, index: int, precisions: dict[str, Tensor]) -> PriorOfBlock:
         """Write the precisions of a block's parameters as `λ M`."""

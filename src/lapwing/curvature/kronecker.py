@@ -189,9 +189,14 @@ class KroneckerAccumulator:
             return None, None
         tensor = shape.unflatten(0, self.shape)
         values = tensor.detach()
-        if bool((values == values[:1, :1]).all()):
+        over_outputs, over_inputs = bool((values == values[:1, :1]).all()), bool((values == values[..., :1]).all())
+        if over_outputs and over_inputs and shape.requires_grad:  # nothing tells along which side it will change
+            logs = tensor.log()
+            inputs = logs.mean((0, 1))
+            return (logs - inputs).mean(2).exp(), inputs.exp()
+        if over_outputs:
             return None, tensor[0, 0]
-        if bool((values == values[..., :1]).all()):
+        if over_inputs:
             return tensor[..., 0], None
         raise InputError(
             "structure='kron' takes prior precisions that are equal for all outputs of a layer (one for the "

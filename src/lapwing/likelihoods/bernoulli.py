@@ -54,8 +54,8 @@ class Bernoulli:
         return signed(self._root(outputs), generator)
 
     def _root(self, outputs: Tensor) -> Tensor:
-        """The diagonal of `Λ_n^{1/2}`: `[N, *output]`."""
-        return (torch.sigmoid(outputs) * torch.sigmoid(-outputs)).sqrt()
+        """The diagonal of `Λ_n^{1/2}`: `[N, *output]`; in logarithms, so that its derivative is finite everywhere."""
+        return (0.5 * (functional.logsigmoid(outputs) + functional.logsigmoid(-outputs))).exp()
 
     def sampled_gradients(
         self, outputs: Tensor, targets: Tensor, samples: int, generator: torch.Generator | None
