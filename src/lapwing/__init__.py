@@ -1,14 +1,26 @@
 """Lapwing: Laplace approximations for any PyTorch network."""
 
 from lapwing import priors
-from lapwing.errors import ConvergenceWarning, FileError, InputError, LapwingError, NotFittedError, TuningWarning
+from lapwing.comparison import Comparison, compare
+from lapwing.errors import (
+    ComparisonWarning,
+    ConvergenceWarning,
+    FileError,
+    InputError,
+    LapwingError,
+    NotFittedError,
+    PruningWarning,
+    TuningWarning,
+)
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian
+from lapwing.mixture import Mixture
 from lapwing.predictive.prediction import Prediction
 from lapwing.priors import FactoredDamping, GaussianPrior
 from lapwing.version import __version__
 
 __all__ = [
-    "Bernoulli", "Categorical", "ConvergenceWarning", "FactoredDamping", "FileError", "Gaussian", "GaussianPrior",
-    "InputError", "Laplace", "LapwingError", "NotFittedError", "Prediction", "TuningWarning", "__version__", "priors",
+    "Bernoulli", "Categorical", "Comparison", "ComparisonWarning", "ConvergenceWarning", "FactoredDamping", "FileError",
+    "Gaussian", "GaussianPrior", "InputError", "Laplace", "LapwingError", "Mixture", "NotFittedError", "Prediction",
+    "PruningWarning", "TuningWarning", "__version__", "compare", "priors",
 ]  # fmt: skip
