@@ -17,10 +17,11 @@ from lapwing.likelihoods import Bernoulli, Categorical, Gaussian
 from lapwing.mixture import Mixture
 from lapwing.predictive.prediction import Prediction
 from lapwing.priors import FactoredDamping, GaussianPrior
+from lapwing.pruning import Pruning, prune
 from lapwing.version import __version__
 
 __all__ = [
     "Bernoulli", "Categorical", "Comparison", "ComparisonWarning", "ConvergenceWarning", "FactoredDamping", "FileError",
     "Gaussian", "GaussianPrior", "InputError", "Laplace", "LapwingError", "Mixture", "NotFittedError", "Prediction",
-    "PruningWarning", "TuningWarning", "__version__", "compare", "priors",
+    "Pruning", "PruningWarning", "TuningWarning", "__version__", "compare", "priors", "prune",
 ]  # fmt: skip
