@@ -188,9 +188,9 @@ class Posterior:
             for name in self.sizes
         }
 
-    def step_curvature(self) -> Tensor:
-        """`δᵀ H δ` of the step to the center, 0-d."""
-        blocks, step = self.blocks, self.step
+    def step_curvature(self, step: dict[str, Tensor] | None = None) -> Tensor:
+        """`δᵀ H δ` of the step to the center, or of another by parameter name; 0-d."""
+        blocks, step = self.blocks, self.step if step is None else step
         with torch.no_grad():
             terms = []
             for i, block in enumerate(blocks):

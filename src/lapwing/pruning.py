@@ -1,15 +1,16 @@
 """Pruning by the posterior: Occam's razor for weights (Dhahri et al. 2024).
 
 Around its mode the log posterior is `−½ (θ − θ*)ᵀ P (θ − θ*)`, so that setting weight i to 0 costs about `½ P_ii θ_i²`
-nats of `log p(D, θ)`. What the evidence loses is less, because a model without the weight need not pay for it:
-`½ P_ii θ_i² − ½ log(P_ii/Π_ii)` (the Savage-Dickey ratio; negative where the weight was not worth its price).
+nats of `log p(D, θ)`, and setting those in S to 0 `½ θ_Sᵀ P_SS θ_S`. The evidence loses less, because a model without
+them need not pay for them: with Σ = P⁻¹, it is spared `½ log det(Σ_SS⁻¹ Π_SS⁻¹)`, which is at least
+`½ Σ_i log(1/(Σ_ii Π_ii))` (Hadamard's inequality) and never negative.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +34,9 @@ class Pruning:
     """Which elements of a model's parameters stay. The model itself is as it was; `model()` gives a pruned copy.
 
     `masks` has True where an element stays, by parameter name `[*shape]`, for the parameters that could be pruned.
-    `threshold` is the largest score of a unit that goes. `joint_loss` is `½ Σ P_ii θ_i²` over the elements that go, the
-    expected loss of `log p(D, θ)`; `evidence_loss` that of the evidence, negative where the smaller model is
-    expected to be the better one. Both take P for diagonal: of many weights pruned together they are estimates.
+    `threshold` is the largest score of a unit that goes. `joint_loss` is `½ θ_Sᵀ P_SS θ_S` over the elements that go,
+    the expected loss of `log p(D, θ)`; `evidence_loss` is what the evidence is expected to lose at most, negative
+    where the smaller model is the better one. Both are those of the Gaussian posterior; `measured_loss` looks.
     """
 
     la: Laplace = field(repr=False)
@@ -55,16 +56,7 @@ class Pruning:
 
     def apply_(self, model: nn.Module) -> nn.Module:
         """Set what goes to 0 in `model` itself, which has the same parameters; returns it."""
-        parameters = dict(model.named_parameters())
-        for name, mask in self.masks.items():
-            if name not in parameters or parameters[name].shape != mask.shape:
-                raise InputError(
-                    f"The model has no parameter {name!r} of shape {list(mask.shape)}: prune its own kind."
-                )
-        with torch.no_grad():
-            for name, mask in self.masks.items():
-                parameters[name].masked_fill_(~mask.to(parameters[name].device), 0)
-        return model
+        return _apply(self.masks, model)
 
     def model(self) -> nn.Module:
         """A pruned copy of the model; the original is left as it is."""
@@ -72,25 +64,7 @@ class Pruning:
 
     def measured_loss(self, loader: Iterable[Any]) -> float:
         """What `log p(D, θ)` really loses where `joint_loss` is expected: one pass over the data of the fit."""
-        self.la._unchanged()
-        posterior, pruned = self.la.posterior, self.model()
-        statistics = Statistics()
-        with borrowed(pruned, ()), torch.no_grad():
-            for where, inputs, targets in read(loader, self.la.device, self.la.unpack, "measure", self.la.progress):
-                outputs = read_output(pruned(*inputs.args, **inputs.kwargs), self.la.output)
-                check_targets(where, outputs, targets)
-                self.la.likelihood.check(outputs, targets, where)
-                statistics += self.la.likelihood.statistics(outputs, targets)
-        before = posterior.spectrum.curvature.statistics
-        if abs(statistics.examples - before.examples) > 1e-6 * before.examples:
-            raise InputError(
-                f"measured_loss needs the data of the fit: that saw {before.examples:g} examples, the loader shows "
-                f"{statistics.examples:g}."
-            )
-        fits = [stats.log_likelihood_at(posterior.noise.detach()) for stats in (before, statistics)]
-        with torch.no_grad():
-            penalties = [_penalty(self.la, dict(model.named_parameters())) for model in (self.la.model, pruned)]
-        return self.la.temperature * float(fits[0] - fits[1]) + float(penalties[1] - penalties[0])
+        return _measured_loss(self.la, self.masks, loader)
 
     def fine_tune(self, loader: Iterable[Any], epochs: int = 10, lr: float = 1e-3) -> nn.Module:
         """Train a pruned copy on, with what was removed held at 0; returns the copy.
@@ -135,7 +109,7 @@ class Pruning:
         return "\n".join([
             *lines,
             f"sparsity {self.sparsity:.1%}; expected to lose {self.joint_loss:.4g} nats of log p(D, θ), "
-            f"{self.evidence_loss:.4g} of the evidence",
+            f"of the evidence at most {self.evidence_loss:.4g}",
         ])  # fmt: skip
 
 
@@ -145,8 +119,10 @@ def scores(la: Laplace, precision: str = "diagonal") -> dict[str, Tensor]:
     p_i is the "diagonal" of the posterior precision, `P_ii`, as if the other weights stayed where they are, or
     the inverse "marginal" variance `1/(P⁻¹)_ii`, as if they moved to make up for it (optimal brain surgeon).
     """
-    precisions = _precisions(la, precision)
-    return {name: value * la.posterior.mean[name].double().square() for name, value in precisions.items()}
+    choose(precision, PRECISIONS, "precision")
+    posterior = la.posterior
+    found = posterior.precision_diagonal() if precision == "diagonal" else _marginal_precisions(la)
+    return {name: value.detach() * posterior.mean[name].double().square() for name, value in found.items()}
 
 
 def prune(
@@ -157,82 +133,144 @@ def prune(
     precision: str = "diagonal",
     ranking: str = "global",
     only: str | Sequence[str] | None = None,
+    loader: Iterable[Any] | None = None,
 ) -> Pruning:
     """Remove the units with the smallest scores `Σ_i p_i θ_i²`; returns masks, and leaves the model as it is.
 
     Args:
         la: a fitted posterior; tune its prior first.
         sparsity: the fraction of elements to remove, at most, of those that can be pruned.
-        evidence_loss: instead of it, the nats of evidence that may be lost, by the estimate
-            `Σ ½ p_i θ_i² − ½ log(p_i/Π_ii)` over the elements removed; with 0, as much as goes for free.
+        evidence_loss: instead of it, the nats of evidence that may be lost, at least 0.
         units: "weight", "output" (neurons and filters: the row of a weight and its bias; those of the last layer
             stay), or "input" (what a layer reads: features and channels).
         precision: "diagonal" or "marginal", see `scores`.
         ranking: "global", or "layer" to take the same fraction of each.
         only: names or globs of the parameters to prune. The default leaves out biases, norms and single parameters.
+        loader: the data of the fit. With it, `evidence_loss` counts what `log p(D, θ)` loses in fact, by a dozen or two
+            passes over the data, where otherwise the Gaussian posterior says what it should.
     """
-    choose(precision, PRECISIONS, "precision")
     choose(ranking, RANKINGS, "ranking")
     if (sparsity is None) == (evidence_loss is None):
         raise InputError("prune needs either sparsity=... or evidence_loss=..., one of the two.")
     if sparsity is not None and not 0 <= sparsity < 1:
         raise InputError(f"sparsity must be at least 0 and below 1, got {sparsity}.")
-    if ranking == "layer" and sparsity is None:
+    if evidence_loss is not None and not evidence_loss >= 0:
+        raise InputError(f"evidence_loss must be at least 0, got {evidence_loss}.")
+    if sparsity is not None and loader is not None:
+        raise InputError(
+            "loader belongs to evidence_loss=...; with sparsity=... call measured_loss(loader) afterwards."
+        )
+    if sparsity is None and ranking == "layer":
         raise InputError("ranking='layer' belongs to sparsity=...; a loss of evidence is that of all layers together.")
     layers = [layer for block in la.curvature.blocks for layer in block.layers]
     groups = units_of(layers, units, only, la.device)
-    score, loss = groups.total(scores(la, precision)), groups.total(_losses(la, precision))
-    if sparsity is None:
-        assert evidence_loss is not None
-        gone = _within_loss(score, loss, evidence_loss)
-    else:
+    score, spared = groups.total(scores(la, precision)), groups.total(_spared(la))
+    order = score.argsort(stable=True)
+
+    def loss(count: int) -> float:
+        """Of the evidence, without the `count` smallest scores."""
+        masks = groups.masks(_all_but(order[:count], groups.count))
+        joint = _joint_loss(la, masks) if loader is None else _measured_loss(la, masks, loader)
+        return joint - float(spared[order[:count]].sum())
+
+    if sparsity is not None:
         gone = _within_size(score, groups, sparsity, ranking)
-    masks = groups.masks(~gone)
-    _warn_of_empty_layers(masks, ranking)
-    threshold = float(score[gone].max()) if bool(gone.any()) else 0.0
-    return Pruning(la, masks, units, threshold, float(0.5 * score[gone].sum()), float(loss[gone].sum()))
-
-
-def _precisions(la: Laplace, precision: str) -> dict[str, Tensor]:
-    posterior = la.posterior
-    posterior._gaussian()
-    if precision == "diagonal":
-        found = posterior.precision_diagonal()
     else:
-        found = {name: value.double().reciprocal() for name, value in posterior.variances().items()}
-    return {name: value.detach() for name, value in found.items()}
+        assert evidence_loss is not None
+        gone = order[: _largest(loss, evidence_loss, groups.count)]
+    masks = groups.masks(_all_but(gone, groups.count))
+    _warn_of_empty_layers(masks, ranking)
+    threshold, joint = float(score[gone].max()) if gone.numel() else 0.0, _joint_loss(la, masks)
+    return Pruning(la, masks, units, threshold, joint, joint - float(spared[gone].sum()))
 
 
-def _losses(la: Laplace, precision: str) -> dict[str, Tensor]:
-    """What the evidence loses when an element is removed: `−log p(θ_i = 0|D) + log p(θ_i = 0)`."""
-    posterior, score = la.posterior, scores(la, precision)
-    found = {}
-    for name, value in _precisions(la, precision).items():
+def _all_but(gone: Tensor, count: int) -> Tensor:
+    """True for all of `count` units but those with these numbers: `[U]`."""
+    return torch.ones(count, dtype=torch.bool, device=gone.device).index_fill(0, gone, False)
+
+
+def _largest(loss: Callable[[int], float], budget: float, count: int) -> int:
+    """The number up to `count` at which the loss crosses the budget, by bisection; it starts at 0."""
+    low, high = 0, count + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if loss(middle) <= budget else (low, middle)
+    return low
+
+
+def _marginal_precisions(la: Laplace) -> dict[str, Tensor]:
+    """`1/(P⁻¹)_ii` by parameter name, float64."""
+    return {name: value.detach().double().reciprocal() for name, value in la.posterior.variances().items()}
+
+
+def _joint_loss(la: Laplace, masks: dict[str, Tensor]) -> float:
+    """`½ δᵀ P δ` of the step δ that sets what goes to 0."""
+    posterior = la.posterior
+    step = {
+        name: torch.zeros_like(value, dtype=torch.float64)
+        if name not in masks
+        else value.double().masked_fill(masks[name], 0)
+        for name, value in posterior.mean.items()
+    }
+    prior = torch.stack([(posterior.precisions[name] * value.square()).sum() for name, value in step.items()]).sum()
+    total = posterior.likelihood_scale * posterior.step_curvature(step) + posterior.prior_scale * prior
+    return float(0.5 * total.detach())
+
+
+def _spared(la: Laplace) -> dict[str, Tensor]:
+    """What a model without an element need not pay, at least: `½ log(1/(Σ_ii Π_ii))`, and for the prior's mean."""
+    posterior, found = la.posterior, {}
+    for name, value in _marginal_precisions(la).items():
         prior = (posterior.prior_scale * posterior.precisions[name]).detach()
-        found[name] = 0.5 * (score[name] - (value / prior).log() - prior * posterior.means[name].square())
+        found[name] = 0.5 * ((value / prior).log() + prior * posterior.means[name].square())
     return found
 
 
+def _measured_loss(la: Laplace, masks: dict[str, Tensor], loader: Iterable[Any]) -> float:
+    """`log p(D, θ)` of the network less that of the pruned one."""
+    la._unchanged()
+    pruned = _apply(masks, copy.deepcopy(la.model))
+    after = Statistics()
+    with borrowed(pruned, ()), torch.no_grad():
+        for where, inputs, targets in read(loader, la.device, la.unpack, "measure", la.progress):
+            outputs = read_output(pruned(*inputs.args, **inputs.kwargs), la.output)
+            check_targets(where, outputs, targets)
+            la.likelihood.check(outputs, targets, where)
+            after += la.likelihood.statistics(outputs, targets)
+    before = la.curvature.statistics
+    if abs(after.examples - before.examples) > 1e-6 * before.examples:
+        raise InputError(
+            f"To measure the loss takes the data of the fit: that saw {before.examples:g} examples, the loader shows "
+            f"{after.examples:g}."
+        )
+    noise = la.posterior.noise.detach()
+    with torch.no_grad():
+        penalties = [_penalty(la, dict(model.named_parameters())) for model in (la.model, pruned)]
+    fit = float(before.log_likelihood_at(noise) - after.log_likelihood_at(noise))
+    return la.temperature * fit + float(penalties[1] - penalties[0])
+
+
+def _apply(masks: dict[str, Tensor], model: nn.Module) -> nn.Module:
+    parameters = dict(model.named_parameters())
+    for name, mask in masks.items():
+        if name not in parameters or parameters[name].shape != mask.shape:
+            raise InputError(f"The model has no parameter {name!r} of shape {list(mask.shape)}: prune its own kind.")
+    with torch.no_grad():
+        for name, mask in masks.items():
+            parameters[name].masked_fill_(~mask.to(parameters[name].device), 0)
+    return model
+
+
 def _within_size(score: Tensor, groups: Units, sparsity: float, ranking: str) -> Tensor:
-    """The smallest scores whose elements are at most this fraction, of all or of each layer: `[U]`."""
-    sizes, gone = groups.sizes(), torch.zeros_like(score, dtype=torch.bool)
-    parts = [torch.ones_like(gone)] if ranking == "global" else [groups.layers == i for i in groups.layers.unique()]
-    for part in parts:
+    """The units of the smallest scores whose elements are at most this fraction, of all or of each layer."""
+    sizes, gone = groups.sizes(), []
+    whole = torch.ones_like(groups.layers, dtype=torch.bool)
+    for part in [whole] if ranking == "global" else [groups.layers == layer for layer in groups.layers.unique()]:
         members = part.nonzero()[:, 0]
         order = members[score[members].argsort(stable=True)]
         removed = sizes[order].cumsum(0)
-        gone[order[removed <= round(sparsity * float(removed[-1]))]] = True
-    return gone
-
-
-def _within_loss(score: Tensor, loss: Tensor, budget: float) -> Tensor:
-    """As many of the smallest scores as keep the loss of evidence within the budget: `[U]`."""
-    order = score.argsort(stable=True)
-    fits = (loss[order].cumsum(0) <= budget).nonzero()[:, 0]
-    gone = torch.zeros_like(score, dtype=torch.bool)
-    if fits.numel():
-        gone[order[: int(fits[-1]) + 1]] = True
-    return gone
+        gone.append(order[removed <= round(sparsity * float(removed[-1]))])
+    return torch.cat(gone)
 
 
 def _warn_of_empty_layers(masks: dict[str, Tensor], ranking: str) -> None:
