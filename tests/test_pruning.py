@@ -391,5 +391,8 @@ def test_other_data_other_models_and_damping_are_refused() -> None:
         prune(la.at(prior=FactoredDamping(8, 1.0)), 0.5)
     with pytest.raises(InputError, match="at least 1 epoch"):
         found.fine_tune([(x, y)], epochs=0)
+    for again in (lambda: found.fine_tune(iter([(x, y)])), lambda: prune(la, evidence_loss=1.0, loader=iter([(x, y)]))):
+        with pytest.raises(InputError, match="used up by the first pass"):
+            again()
     with pytest.raises(InputError, match="nothing to prune"):
         prune(fitted(weights="last_layer"), 0.5, units="output")

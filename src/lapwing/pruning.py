@@ -22,6 +22,7 @@ from lapwing.errors import InputError, PruningWarning, choose
 from lapwing.guard import borrowed
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Statistics
+from lapwing.posterior import Posterior
 from lapwing.progress import bar
 from lapwing.units import Units, units_of
 
@@ -74,6 +75,7 @@ class Pruning:
         """
         if epochs < 1:
             raise InputError(f"fine_tune needs at least 1 epoch, got {epochs}.")
+        _check_reread(loader)
         tuned = self.model()
         parameters = dict(tuned.named_parameters())
         optimizer = torch.optim.Adam([value for value in parameters.values() if value.requires_grad], lr=lr)
@@ -87,7 +89,7 @@ class Pruning:
                 self.la.likelihood.check(outputs, targets, where)
                 fit = self.la.likelihood.log_prob(outputs, targets).mean()
                 optimizer.zero_grad()
-                (_penalty(self.la, parameters) / examples - scale * fit).backward()
+                (_penalty(posterior, parameters) / examples - scale * fit).backward()
                 for name, mask in self.masks.items():
                     gradient = parameters[name].grad
                     if gradient is not None:
@@ -160,6 +162,8 @@ def prune(
         raise InputError(
             "loader belongs to evidence_loss=...; with sparsity=... call measured_loss(loader) afterwards."
         )
+    if loader is not None:
+        _check_reread(loader)
     if sparsity is None and ranking == "layer":
         raise InputError("ranking='layer' belongs to sparsity=...; a loss of evidence is that of all layers together.")
     layers = [layer for block in la.curvature.blocks for layer in block.layers]
@@ -245,9 +249,17 @@ def _measured_loss(la: Laplace, masks: dict[str, Tensor], loader: Iterable[Any])
         )
     noise = la.posterior.noise.detach()
     with torch.no_grad():
-        penalties = [_penalty(la, dict(model.named_parameters())) for model in (la.model, pruned)]
+        penalties = [_penalty(la.posterior, dict(model.named_parameters())) for model in (la.model, pruned)]
     fit = float(before.log_likelihood_at(noise) - after.log_likelihood_at(noise))
     return la.temperature * fit + float(penalties[1] - penalties[0])
+
+
+def _check_reread(loader: Iterable[Any]) -> None:
+    if iter(loader) is loader:
+        raise InputError(
+            "The loader is read more than once here, and this one is used up by the first pass: give a list "
+            "of batches or a DataLoader."
+        )
 
 
 def _apply(masks: dict[str, Tensor], model: nn.Module) -> nn.Module:
@@ -284,9 +296,8 @@ def _warn_of_empty_layers(masks: dict[str, Tensor], ranking: str) -> None:
         )
 
 
-def _penalty(la: Laplace, parameters: dict[str, nn.Parameter]) -> Tensor:
+def _penalty(posterior: Posterior, parameters: dict[str, nn.Parameter]) -> Tensor:
     """`½ ‖θ − μ₀‖²_Π` of the Bayesian parameters, 0-d; differentiable in them."""
-    posterior = la.posterior
     terms = [
         (precision.detach() * (parameters[name] - posterior.means[name]).square()).sum()
         for name, precision in posterior.precisions.items()
