@@ -178,7 +178,7 @@ def prune(
         return joint - float(spared[order[:count]].sum())
 
     if sparsity is not None:
-        gone = _within_size(score, groups, sparsity, ranking)
+        gone = smallest(score, groups, sparsity, ranking)
     else:
         assert evidence_loss is not None
         gone = order[: _largest(loss, evidence_loss, groups.count)]
@@ -273,8 +273,8 @@ def _apply(masks: dict[str, Tensor], model: nn.Module) -> nn.Module:
     return model
 
 
-def _within_size(score: Tensor, groups: Units, sparsity: float, ranking: str) -> Tensor:
-    """The units of the smallest scores whose elements are at most this fraction, of all or of each layer."""
+def smallest(score: Tensor, groups: Units, sparsity: float, ranking: str) -> Tensor:
+    """The units with the smallest scores `[U]` whose elements are at most this fraction, of all or of each layer."""
     sizes, gone = groups.sizes(), []
     whole = torch.ones_like(groups.layers, dtype=torch.bool)
     for part in [whole] if ranking == "global" else [groups.layers == layer for layer in groups.layers.unique()]:
