@@ -80,10 +80,10 @@ def test_regression_is_exact() -> None:
     normal = torch.distributions.Normal(prediction.mean, prediction.std)
     torch.testing.assert_close(normal.cdf(high) - normal.cdf(low), torch.full_like(low, 0.9))
     sampled: Any = la.predict(X, method="sampled", samples=3, generator=torch.Generator().manual_seed(1))
-    normals = torch.distributions.Normal(sampled.components, math.sqrt(0.2))
+    normals = torch.distributions.Normal(sampled.components.means, math.sqrt(0.2))
     mixture = normals.log_prob(y).sum(2).logsumexp(0) - math.log(3)
     torch.testing.assert_close(sampled.log_prob(y), mixture)
-    torch.testing.assert_close(sampled.variance, sampled.components.var(0, correction=0) + 0.2)
+    torch.testing.assert_close(sampled.variance, sampled.components.means.var(0, correction=0) + 0.2)
 
 
 def test_sampled_predictions_use_the_same_weights_for_all_inputs() -> None:

@@ -2,15 +2,27 @@
 
 from lapwing import priors
 from lapwing.augmentation import Averaged
-from lapwing.errors import ConvergenceWarning, FileError, InputError, LapwingError, NotFittedError, TuningWarning
+from lapwing.comparison import Comparison, compare
+from lapwing.errors import (
+    ComparisonWarning,
+    ConvergenceWarning,
+    FileError,
+    InputError,
+    LapwingError,
+    NotFittedError,
+    PruningWarning,
+    TuningWarning,
+)
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian
+from lapwing.mixture import Mixture
 from lapwing.predictive.prediction import Prediction
 from lapwing.priors import FactoredDamping, GaussianPrior
+from lapwing.pruning import Pruning, prune
 from lapwing.version import __version__
 
 __all__ = [
-    "Averaged", "Bernoulli", "Categorical", "ConvergenceWarning", "FactoredDamping", "FileError", "Gaussian",
-    "GaussianPrior", "InputError", "Laplace", "LapwingError", "NotFittedError", "Prediction", "TuningWarning",
-    "__version__", "priors",
+    "Averaged", "Bernoulli", "Categorical", "Comparison", "ComparisonWarning", "ConvergenceWarning", "FactoredDamping",
+    "FileError", "Gaussian", "GaussianPrior", "InputError", "Laplace", "LapwingError", "Mixture", "NotFittedError",
+    "Prediction", "Pruning", "PruningWarning", "TuningWarning", "__version__", "compare", "priors", "prune",
 ]  # fmt: skip

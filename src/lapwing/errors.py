@@ -30,6 +30,14 @@ class ConvergenceWarning(UserWarning):
     """An iteration ended before its tolerance was reached."""
 
 
+class ComparisonWarning(UserWarning):
+    """Evidences that differ for other reasons than the models."""
+
+
+class PruningWarning(UserWarning):
+    """A pruning that leaves nothing of a layer."""
+
+
 class TuningWarning(UserWarning):
     """A tuned value is not an interior optimum of the evidence."""
 

@@ -168,6 +168,11 @@ class Laplace:
         return next(self.model.parameters()).device
 
     @property
+    def fitted(self) -> bool:
+        """Whether there is a posterior."""
+        return self._fitted is not None
+
+    @property
     def curvature(self) -> Curvature:
         """The accumulated curvature and its statistics."""
         return self._state().spectrum.curvature

@@ -165,6 +165,23 @@ class Posterior:
             found |= block.block.unpack(block.basis.to(torch.float64).marginal(block.scale).to(dtype))
         return found
 
+    def curvature_diagonal(self) -> dict[str, Tensor]:
+        """The diagonal of H by parameter name, rounding errors set to 0; float64."""
+        found: dict[str, Tensor] = {}
+        for i, block in enumerate(self.spectrum.blocks):
+            plain = self.spectrum.decompose(i, None)
+            diagonal = plain.basis.to(torch.float64).marginal(plain.eigenvalues)
+            rounding = torch.finfo(self.weights[block.parameters[0]].dtype).eps * diagonal.abs().amax()
+            found |= block.unpack(torch.where(diagonal > rounding, diagonal, torch.zeros_like(diagonal)))
+        return found
+
+    def precision_diagonal(self) -> dict[str, Tensor]:
+        """The diagonal of P by parameter name, float64. Its inverse is at most the marginal variance."""
+        return {
+            name: self.likelihood_scale * diagonal + self.prior_scale * self.precisions[name]
+            for name, diagonal in self.curvature_diagonal().items()
+        }
+
     @cached_property
     def step(self) -> dict[str, Tensor]:
         """`θ* − θ̃` by parameter name, float64: 0 at the network's center, that of the linear model's mode, or the
@@ -204,9 +221,9 @@ class Posterior:
                 for name in self.sizes
             }
 
-    def step_curvature(self) -> Tensor:
-        """`δᵀ H δ` of the step to the center, 0-d."""
-        blocks, step = self.blocks, self.step
+    def step_curvature(self, step: dict[str, Tensor] | None = None) -> Tensor:
+        """`δᵀ H δ` of the step to the center, or of another by parameter name; 0-d."""
+        blocks, step = self.blocks, self.step if step is None else step
         with torch.no_grad():
             terms = []
             for i, block in enumerate(blocks):

@@ -13,6 +13,7 @@ from torch import Tensor
 from lapwing.columns import Columns, diagonal, signed
 from lapwing.errors import InputError, choose, positive
 from lapwing.likelihoods.base import GaussianOutputs, Statistics, check_finite, check_same_shape
+from lapwing.predictive.components import Components
 from lapwing.predictive.prediction import RegressionPrediction
 
 
@@ -105,8 +106,8 @@ class Gaussian:
 
     def predict_samples(self, outputs: Tensor, noise: Tensor) -> RegressionPrediction:
         mean = outputs.mean(0)
-        spread = (outputs - mean).square().mean(0)
-        return RegressionPrediction(mean, self._noise_of(mean, noise), spread, components=outputs)
+        spread, variance = (outputs - mean).square().mean(0), self._noise_of(mean, noise)
+        return RegressionPrediction(mean, variance, spread, components=Components.equal(outputs, variance))
 
     def _noise_of(self, mean: Tensor, noise: Tensor) -> Tensor:
         return (noise.to(mean) * self._ratios(mean)).expand_as(mean)

@@ -18,13 +18,13 @@ from torch.distributions import (
     Categorical,
     Distribution,
     Independent,
-    MixtureSameFamily,
     MultivariateNormal,
     Normal,
 )
 from torch.nn import functional
 
 from lapwing.errors import InputError
+from lapwing.predictive.components import Components
 
 
 class Prediction:
@@ -123,7 +123,7 @@ class ClassPrediction(_DiscretePrediction):
     def mixture(log_probs: Tensor, dim: int, ignore_index: int = -100) -> ClassPrediction:
         """The equal mixture of `log_probs: [S, N, *output]`, classes along `dim` of one sample."""
         mean = _log_mean(log_probs)
-        entropies = Entropies(_entropy(mean).sum(dim), _entropy(log_probs).sum(dim + 1).mean(0))
+        entropies = Entropies(entropy_terms(mean).sum(dim), entropy_terms(log_probs).sum(dim + 1).mean(0))
         return ClassPrediction(mean, dim, ignore_index, sampled=lambda: entropies)
 
     @cached_property
@@ -144,7 +144,7 @@ class ClassPrediction(_DiscretePrediction):
     @cached_property
     def entropy(self) -> Tensor:
         """Total uncertainty `−Σ p log p`: `[N, *positions]`."""
-        return _entropy(self.log_probs).sum(self.dim)
+        return entropy_terms(self.log_probs).sum(self.dim)
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Log probability of class indices `[N, *positions]`, summed over positions: `[N]`.
@@ -188,7 +188,9 @@ class BinaryPrediction(_DiscretePrediction):
         """The equal mixture of the probabilities of `logits: [S, N, *output]`."""
         sides = functional.logsigmoid(logits), functional.logsigmoid(-logits)
         yes, no = (_log_mean(side) for side in sides)
-        entropies = Entropies(_entropy(yes) + _entropy(no), (_entropy(sides[0]) + _entropy(sides[1])).mean(0))
+        entropies = Entropies(
+            entropy_terms(yes) + entropy_terms(no), (entropy_terms(sides[0]) + entropy_terms(sides[1])).mean(0)
+        )
         return BinaryPrediction(yes, no, lambda: entropies)
 
     @cached_property
@@ -209,7 +211,7 @@ class BinaryPrediction(_DiscretePrediction):
     @cached_property
     def entropy(self) -> Tensor:
         """Total uncertainty per output."""
-        return _entropy(self.log_yes) + _entropy(self.log_no)
+        return entropy_terms(self.log_yes) + entropy_terms(self.log_no)
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Log probability of targets 0 or 1 `[N, *output]`, summed over outputs: `[N]`."""
@@ -228,14 +230,14 @@ class RegressionPrediction(Prediction):
     """Mean and variance of real targets: `variance = aleatoric + epistemic`, each `[N, *output]`.
 
     `covariance` `[N, D, D]`, where present, is the epistemic covariance between the D outputs;
-    `components` `[S, N, *output]`, where present, are the means of the mixture that was sampled.
+    `components`, where present, are the Gaussians whose mixture this is: of samples, or of several models.
     """
 
     mean: Tensor
     aleatoric: Tensor
     epistemic: Tensor
     covariance: Tensor | None = field(default=None, repr=False)
-    components: Tensor | None = field(default=None, repr=False)
+    components: Components | None = field(default=None, repr=False)
 
     @property
     def variance(self) -> Tensor:
@@ -248,9 +250,11 @@ class RegressionPrediction(Prediction):
         return torch.sqrt(self.variance)
 
     def interval(self, probability: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Central interval of each output, `(low, high)`, of a Gaussian with this mean and variance."""
+        """Central interval of each output, `(low, high)`: it lies on either side with probability `(1 − p)/2`."""
         if not 0 < probability < 1:
             raise InputError(f"interval(p) needs a probability between 0 and 1, got {probability}.")
+        if self.components is not None:
+            return self.components.quantile((1 - probability) / 2), self.components.quantile((1 + probability) / 2)
         width = math.sqrt(2) * torch.erfinv(torch.tensor(probability, dtype=torch.float64)).item() * self.std
         return self.mean - width, self.mean + width
 
@@ -258,7 +262,8 @@ class RegressionPrediction(Prediction):
         """Log density of targets `[N, *output]`, jointly over the outputs: `[N]`."""
         if targets.shape != self.mean.shape:
             raise InputError(f"targets of shape {list(targets.shape)} against means of {list(self.mean.shape)}.")
-        if self.covariance is not None and self.mean.dim() > 1:
+        correlated = self.covariance if self.components is None else self.components.covariances
+        if correlated is not None and self.mean.dim() > 1:
             targets = targets.flatten(1)
         result: Tensor = self.distribution().log_prob(targets)
         return result
@@ -267,10 +272,7 @@ class RegressionPrediction(Prediction):
         """One joint distribution of the outputs per example (batch shape `[N]`)."""
         events = self.mean.dim() - 1
         if self.components is not None:
-            means = self.components.movedim(0, 1)
-            each = Normal(means, self.aleatoric.unsqueeze(1).expand_as(means).sqrt())
-            weights = Categorical(logits=torch.zeros(means.shape[:2], dtype=means.dtype, device=means.device))
-            return MixtureSameFamily(weights, Independent(each, events) if events else each)
+            return self.components.distribution()
         if self.covariance is not None and events:
             noise = torch.diag_embed(self.aleatoric.flatten(1))
             return MultivariateNormal(self.mean.flatten(1), self.covariance + noise)
@@ -278,7 +280,7 @@ class RegressionPrediction(Prediction):
         return Independent(marginal, events) if events else marginal
 
 
-def _entropy(log_probs: Tensor) -> Tensor:
+def entropy_terms(log_probs: Tensor) -> Tensor:
     """`−p log p`, elementwise, from log p."""
     return -log_probs.exp() * log_probs
 

@@ -185,7 +185,7 @@ def search_space(la: Laplace, groups: tuple[Group, ...], noise: bool, from_here:
     """
     posterior = la.posterior
     posterior._gaussian()
-    curvature = _curvature_diagonal(la)
+    curvature = posterior.curvature_diagonal()
     distances = {name: (posterior.weights[name].double() - posterior.means[name]).square() for name in posterior.sizes}
     current = {name: value.detach().expand(posterior.sizes[name]) for name, value in posterior.precisions.items()}
     logarithms = {name: value.log() for name, value in current.items()}
@@ -226,14 +226,3 @@ def _diagonal_optimum(curvature: Tensor, distance: Tensor) -> Tensor:
     """The best precision of a single weight: the positive root of `λ² + sλ = s/θ²`."""
     ratio = curvature / distance.clamp(min=1e-300)
     return (2 * ratio / (curvature + (curvature.square() + 4 * ratio).sqrt()).clamp(min=1e-300)).clamp(1e-15, 1e15)
-
-
-def _curvature_diagonal(la: Laplace) -> dict[str, Tensor]:
-    """The diagonal of H by parameter name, rounding errors set to 0; float64."""
-    found: dict[str, Tensor] = {}
-    for i, block in enumerate(la.curvature.blocks):
-        plain = la.posterior.spectrum.decompose(i, None)
-        diagonal = plain.basis.to(torch.float64).marginal(plain.eigenvalues)
-        rounding = torch.finfo(la.posterior.weights[block.parameters[0]].dtype).eps * diagonal.abs().amax()
-        found |= block.unpack(torch.where(diagonal > rounding, diagonal, torch.zeros_like(diagonal)))
-    return found

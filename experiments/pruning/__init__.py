@@ -1,0 +1,1 @@
+"""Accuracy against sparsity for the posterior's score, magnitude and chance."""

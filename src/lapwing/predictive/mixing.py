@@ -1,0 +1,107 @@
+"""The weighted mixture of several predictions of the same kind, itself a prediction of that kind.
+
+What the members disagree on is epistemic: of the mixture's entropy or variance only the weighted mean of the
+members' aleatoric parts stays aleatoric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lapwing.errors import InputError
+from lapwing.predictive.components import Components
+from lapwing.predictive.prediction import (
+    BinaryPrediction,
+    ClassPrediction,
+    Entropies,
+    Prediction,
+    RegressionPrediction,
+    entropy_terms,
+)
+
+Kind = TypeVar("Kind", bound=Prediction)
+
+
+def mix(predictions: Sequence[Prediction], log_weights: Tensor) -> Prediction:
+    """`Σ_m w_m p_m(y)` with normalized `log_weights: [M]`."""
+    if classes := _all(predictions, ClassPrediction):
+        return _classes(classes, log_weights)
+    if answers := _all(predictions, BinaryPrediction):
+        return _answers(answers, log_weights)
+    if values := _all(predictions, RegressionPrediction):
+        return _values(values, log_weights)
+    kinds = ", ".join(sorted({type(prediction).__name__ for prediction in predictions}))
+    raise InputError(f"Predictions of these kinds do not mix: {kinds}.")
+
+
+def _all(predictions: Sequence[Prediction], kind: type[Kind]) -> list[Kind]:
+    """The predictions if each is of this kind, else nothing."""
+    found = [prediction for prediction in predictions if isinstance(prediction, kind)]
+    return found if len(found) == len(predictions) else []
+
+
+def _classes(members: list[ClassPrediction], log_weights: Tensor) -> ClassPrediction:
+    first = members[0]
+    _check_shapes([member.log_probs for member in members])
+    log_probs = _log_average([member.log_probs for member in members], log_weights)
+
+    def entropies() -> Entropies:
+        total = entropy_terms(log_probs).sum(first.dim)
+        return Entropies(total, _average([member.aleatoric for member in members], log_weights))
+
+    return ClassPrediction(log_probs, first.dim, first.ignore_index, sampled=entropies)
+
+
+def _answers(members: list[BinaryPrediction], log_weights: Tensor) -> BinaryPrediction:
+    _check_shapes([member.log_yes for member in members])
+    yes = _log_average([member.log_yes for member in members], log_weights)
+    no = _log_average([member.log_no for member in members], log_weights)
+
+    def entropies() -> Entropies:
+        within = _average([member.aleatoric for member in members], log_weights)
+        return Entropies(entropy_terms(yes) + entropy_terms(no), within)
+
+    return BinaryPrediction(yes, no, entropies)
+
+
+def _values(members: list[RegressionPrediction], log_weights: Tensor) -> RegressionPrediction:
+    _check_shapes([member.mean for member in members])
+    mean = _average([member.mean for member in members], log_weights)
+    aleatoric = _average([member.aleatoric for member in members], log_weights)
+    epistemic = _average([member.epistemic + (member.mean - mean).square() for member in members], log_weights)
+    components = Components.joined([_components(member) for member in members], log_weights)
+    return RegressionPrediction(mean, aleatoric, epistemic, components=components)
+
+
+def _components(member: RegressionPrediction) -> Components:
+    """A Gaussian is a mixture of one."""
+    if member.components is not None:
+        return member.components
+    covariance = None
+    if member.covariance is not None:
+        covariance = (member.covariance + torch.diag_embed(member.aleatoric.reshape(len(member.mean), -1)))[None]
+    return Components(member.mean.new_zeros(1), member.mean[None], member.variance[None], covariance)
+
+
+def _check_shapes(outputs: list[Tensor]) -> None:
+    for number, output in enumerate(outputs):
+        if output.shape != outputs[0].shape:
+            raise InputError(
+                f"Members with different outputs do not mix: member 0 predicts {list(outputs[0].shape)}, member "
+                f"{number} {list(output.shape)}."
+            )
+
+
+def _average(values: list[Tensor], log_weights: Tensor) -> Tensor:
+    """`Σ_m w_m values_m`."""
+    average: Tensor = torch.tensordot(log_weights.exp().to(values[0]), torch.stack(values), dims=1)
+    return average
+
+
+def _log_average(logs: list[Tensor], log_weights: Tensor) -> Tensor:
+    """`log Σ_m w_m exp(logs_m)`."""
+    return torch.stack([log + weight.to(log) for log, weight in zip(logs, log_weights, strict=True)]).logsumexp(0)
