@@ -174,7 +174,7 @@ def read_output(output: Any, custom: ReadOutput | None = None) -> Tensor:
 
 def peek(loader: Iterable[Any]) -> tuple[Iterable[Any], Any]:
     """The first batch, without losing it where the loader can be read only once."""
-    if iter(loader) is not loader:
+    if not isinstance(loader, Iterator):
         for batch in loader:
             return loader, batch
     else:

@@ -28,6 +28,9 @@ from lapwing.progress import bar
 if TYPE_CHECKING:
     from lapwing.posterior import Posterior
 
+_ROUNDING = 1e-13  # of a loss
+_PATIENCE = 20  # steps on which neither the loss nor the gradient falls, after which rounding is all there is
+
 
 @dataclass(frozen=True)
 class Mode:
@@ -85,8 +88,9 @@ def find_mode(
     losses = [point.loss]
     gradient = problem.gradient(point)
     pairs: list[tuple[Tensor, Tensor]] = []
+    best, idle = gradient.residual, 0
     for _ in bar(range(max_steps), "find mode", show):
-        if gradient.residual <= tolerance:
+        if gradient.residual <= tolerance or idle == _PATIENCE:
             break
         ahead = problem.search(point, lbfgs.direction(-gradient.total, pairs, problem.solve))
         if ahead is None:  # no descent above rounding
@@ -96,6 +100,9 @@ def find_mode(
             continue
         after = problem.gradient(ahead)
         pairs = [*pairs, (ahead.step - point.step, after.total - gradient.total)][-memory:]
+        level = point.loss - ahead.loss <= _ROUNDING * abs(point.loss)
+        idle = idle + 1 if level and after.residual > 0.9 * best else 0
+        best = min(best, after.residual)
         point, gradient = ahead, after
         losses.append(point.loss)
     if gradient.residual > tolerance:
@@ -203,7 +210,7 @@ class _Problem:
         if length is None:
             return None
         ahead = self._ahead(point, direction, moves, length)
-        return ahead if ahead.loss <= point.loss else None
+        return ahead if ahead.loss <= point.loss + _ROUNDING * abs(point.loss) else None
 
 
 Derivatives = Callable[[float], tuple[float, float]]

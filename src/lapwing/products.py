@@ -84,7 +84,7 @@ class GGN:
     ) -> None:
         if not isinstance(loader, Iterable):
             raise InputError(f"GGN needs an iterable of batches, such as a DataLoader, got {type(loader).__name__}.")
-        if iter(loader) is loader:
+        if isinstance(loader, Iterator):
             raise InputError(
                 "Products with the GGN read the data again and again, but the loader is an iterator that can be read "
                 "only once. Pass a DataLoader or a list of batches."

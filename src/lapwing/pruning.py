@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -255,7 +255,7 @@ def _measured_loss(la: Laplace, masks: dict[str, Tensor], loader: Iterable[Any])
 
 
 def _check_reread(loader: Iterable[Any]) -> None:
-    if iter(loader) is loader:
+    if isinstance(loader, Iterator):
         raise InputError(
             "The loader is read more than once here, and this one is used up by the first pass: give a list "
             "of batches or a DataLoader."

@@ -21,7 +21,7 @@ class Replay:
     def __init__(self, loader: Iterable[Any], what: str) -> None:
         if not isinstance(loader, Iterable):
             raise InputError(f"{what} needs an iterable of batches, such as a DataLoader, got {type(loader).__name__}.")
-        if iter(loader) is loader:
+        if isinstance(loader, Iterator):
             raise InputError(
                 f"{what} reads the data again and again, but the loader is an iterator that can be read only once. "
                 "Pass a DataLoader or a list of batches."

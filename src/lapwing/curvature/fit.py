@@ -48,7 +48,7 @@ class Fit:
 
     def run(self, tape: Tape, loader: Iterable[Any], passes: int, generator: torch.Generator | None) -> Curvature:
         """Accumulate over `passes` passes of the loader; sums are those of one."""
-        if iter(loader) is loader and (passes > 1 or self.structure in ("ekfac", "lowrank")):
+        if isinstance(loader, Iterator) and (passes > 1 or self.structure in ("ekfac", "lowrank")):
             raise InputError(
                 "This fit reads the data more than once (structure='ekfac' or 'lowrank', or passes > 1), but the "
                 "loader is an iterator that can be read only once. Pass a DataLoader or a list of batches."

@@ -148,18 +148,22 @@ class Space:
         return value.item(), torch.where(self.free & (low < point) & (point < high), gradient, 0.0)
 
     def sizes(self, point: Tensor) -> Tensor:
-        """What the gradient is measured against: `λ_g ‖θ*_g − μ₀‖²` of each group, T times the observations."""
+        """What the gradient is measured against: the distances, or the size of a group at the prior mean."""
+        scale = self.distances(point)
+        counts = self._counts().to(scale)
+        scale[: len(counts)] = torch.where(scale[: len(counts)] > 0, scale[: len(counts)], counts)
+        return scale.clamp(min=1e-300)
+
+    def distances(self, point: Tensor) -> Tensor:
+        """`λ_g ‖θ*_g − μ₀‖²` of each group, and T times the observations for the noise."""
         posterior = self.at(point).posterior
         weighted = {
             name: precision * posterior.squared_distances[name] for name, precision in posterior.precisions.items()
         }
-        # A group at the prior mean has no distance to measure against: its size stands in.
-        scale = torch.cat([group.total(weighted).flatten() for group in self.groups]) * posterior.prior_scale
-        scale = torch.where(scale > 0, scale, self._counts().to(scale))
-        if self.noise:
-            observations = self.la.curvature.statistics.observations * posterior.temperature
-            scale = torch.cat([scale, observations[None]])
-        return scale.clamp(min=1e-300)
+        found = torch.cat([group.total(weighted).flatten() for group in self.groups]) * posterior.prior_scale
+        if not self.noise:
+            return found
+        return torch.cat([found, (self.la.curvature.statistics.observations * posterior.temperature)[None]])
 
     def _counts(self) -> Tensor:
         return torch.cat([group.counts().flatten() for group in self.groups])

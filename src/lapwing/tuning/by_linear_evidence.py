@@ -65,6 +65,7 @@ def tune_by_linear_evidence(
         for _ in bar(range(max_rounds), "tune prior", la.progress):
             if stop.residual <= tolerance and stop.mode.residual > mode_tolerance:
                 stop = search.at(stop.la, stop.mode, mode_tolerance)
+                rounds[-1] = stop.round()
             if stop.residual <= tolerance:
                 break
             # A mode need not be better known than the precisions that are chosen by it.
@@ -115,18 +116,18 @@ class _Stop:
     space: Space
     value: float
     gradient: Tensor
-    sizes: Tensor
+    distances: Tensor
 
     @property
     def determined(self) -> Tensor:
         """`γ` of every precision, as MacKay's condition counts it."""
-        return self.sizes + 2 * self.gradient
+        return self.distances + 2 * self.gradient
 
     @property
     def violations(self) -> Tensor:
         """Of the optimality condition, relative; 0 for what is held or ran off."""
-        relative = 2 * self.gradient.abs() / torch.maximum(self.sizes, self.determined)
-        return torch.where(self.gone, torch.zeros_like(relative), relative)
+        relative = 2 * self.gradient.abs() / torch.maximum(self.distances, self.determined).clamp(min=1e-300)
+        return torch.where(self.gone | ~self.space.free, 0.0, relative)
 
     @property
     def residual(self) -> float:
@@ -177,7 +178,7 @@ class _Search:
         here.mode_ = found
         space = search_space(here, self.groups, self.noise, from_here=True)
         value, gradient = space.evidence(space.start)
-        return _Stop(here, found, space, value, gradient, space.sizes(space.start))
+        return _Stop(here, found, space, value, gradient, space.distances(space.start))
 
     def further(self, stop: _Stop, mode_tolerance: float) -> _Stop | None:
         """Better precisions; None if there are none, up to rounding."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +64,7 @@ def tune_by_validation(
     ]
     if not options:
         raise InputError("tune_prior(method='validation') needs at least one candidate.")
-    batches = loader if isinstance(loader, Sequence) or iter(loader) is not loader else list(loader)
+    batches = list(loader) if isinstance(loader, Iterator) else loader
     seed: torch.Generator | None = predict.pop("generator", None)
 
     def score_of(candidate: Laplace) -> float:
