@@ -10,7 +10,8 @@ linearized outputs. Since log det is concave, what S gains is a lower bound on w
 that raises S raises the evidence, also a long one.
 
 At the Newton center `θ* = θ̃ + δ` is held too (it maximizes the terms it enters), and `log p(y_n|f_n)` becomes
-`log p(y_n|f_n) + (∇_f log p·J_n δ − ½ δᵀJ_nᵀΛ_nJ_n δ)/σ²`.
+`log p(y_n|f_n) + (∇_f log p·J_n δ − ½ δᵀJ_nᵀΛ_nJ_n δ)/σ²`. At the linear model's own mode it becomes
+`log p(y_n|f_n + J_n δ)`, for every structure.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def data_evidence(la: Laplace, x: Any, y: Tensor, scale: float | None) -> Tensor
         fit = fit + (gradients(la.likelihood, outputs, targets) * step).sum() / noise
         flat = step.reshape(len(step), -1)
         covariance = covariance + flat.unsqueeze(2) * flat.unsqueeze(1)
+    elif posterior.center == "linear":
+        fit = log_likelihood(la.likelihood, la.latent(x, diagonal=True).mean, targets, noise)
     spread = traces(la.likelihood, outputs, targets, covariance)
     factor = la.curvature.examples / len(outputs) if scale is None else float(positive(scale, "scale"))
     return factor * temperature * (fit - 0.5 * spread.double() / noise)
@@ -60,12 +63,12 @@ def _check(la: Laplace) -> None:
             f"data_evidence differentiates the GGN, which curvature={la.curvature_kind!r} is not. Fit with one of "
             f"{', '.join(map(repr, _KINDS))}."
         )
-    if la.center == "network" or (la.center == "newton" and la.structure == "full"):
+    if la.center != "newton" or la.structure == "full":
         return
     raise InputError(
-        f"data_evidence at center={la.center!r} with structure={la.structure!r} is not supported: the step to the "
-        "center is that of the structure's curvature, which has no per-example form. Use la.at(center='network'), or "
-        "structure='full' with center='newton'."
+        f"data_evidence at center='newton' with structure={la.structure!r} is not supported: the step to the center is "
+        "that of the structure's curvature, which has no per-example form. Use la.at(center='network'), "
+        "la.find_mode(loader).at(center='linear'), or structure='full'."
     )
 
 

@@ -310,10 +310,15 @@ class Laplace:
     ) -> Laplace:
         """Choose prior precisions (and the noise of a regression); returns `self`.
 
-        `method="evidence"` maximizes the evidence to convergence, without data: one precision
-        (`groups="scalar"`), one per "layer", one per "parameter" (structures diag, block, full, lowrank), or by
-        `{glob: label}`. `method="validation"` takes the prior with the best score on `loader`. What was
-        done is in `la.tuning_`. See `lapwing.tuning` for the options of each.
+        `method="evidence"` maximizes the evidence at the current center to convergence, without data.
+        `method="linear-evidence"` maximizes that of the linear model, whose own mode moves along, with `loader` the
+        data of the fit; the mode is in `la.mode_` afterwards, for `center="linear"`. `method="validation"` takes the
+        prior with the best score on `loader`. What was done is in `la.tuning_`. See `lapwing.tuning` for the options of
+        each.
+
+        `groups` says which weights share a precision: all ("scalar"), those of a "layer", none ("parameter": structures
+        diag, block, full, lowrank), those of a group whose scale a normalization takes out ("auto"), those that read
+        one input feature of the first layer ("input"), or `{glob: label}`.
         """
         self._state()
         tuned, tuning = tune(self, method, groups, loader, options)
@@ -372,7 +377,9 @@ class Laplace:
             max_steps: after which a `ConvergenceWarning` says that it is not there.
         """
         with self._linear_model(loader, "find_mode") as model:
-            self.mode_ = find_mode(model, self.posterior, self.mode_, tolerance, max_steps, show=self.progress)
+            self.mode_ = find_mode(
+                model, self.posterior, self.mode_, tolerance, max_steps, self.memory_budget, self.progress
+            )
         return self
 
     @contextmanager

@@ -1,7 +1,7 @@
 """The mode of the linearized model: `θ* = argmin Σ_n ℓ(h(x_n, θ), y_n) + ½‖θ − μ₀‖²_Π`.
 
 `h(x, θ) = f(x, θ̃) + J(x)(θ − θ̃)` and `ℓ = −T log p`. The problem is convex, so there is one mode, whatever
-stopped the network's own training before it reached one. It is found by conjugate gradients, preconditioned by the
+stopped the network's own training before it reached one. It is found by limited-memory BFGS that starts from the
 posterior covariance: a step is one Jacobian-vector product (how the outputs move), a search along it in output space
 alone, and one vector-Jacobian product (the gradient at its end). Every iterate transforms with the scale of a group of
 weights whose prior precision does.
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lapwing.posterior import Posterior
 
 _ROUNDING = 1e-13  # of a loss
+_PAIRS = 50  # steps that are remembered, where the budget of bytes lets them
 _PATIENCE = 20  # steps on which neither the loss nor the gradient falls, after which rounding is all there is
 
 
@@ -69,7 +70,7 @@ def find_mode(
     start: Mode | None = None,
     tolerance: float = 1e-4,
     max_steps: int = 500,
-    memory: int = 200,
+    budget: int = 2**30,
     show: bool = True,
 ) -> Mode:
     """Find θ* under the prior, noise and temperature of `posterior`, from `start` or from the network's weights.
@@ -88,6 +89,7 @@ def find_mode(
     losses = [point.loss]
     gradient = problem.gradient(point)
     pairs: list[tuple[Tensor, Tensor]] = []
+    kept = max(2, min(_PAIRS, budget // (16 * problem.flat.length)))
     best, idle = gradient.residual, 0
     for _ in bar(range(max_steps), "find mode", show):
         if gradient.residual <= tolerance or idle == _PATIENCE:
@@ -99,7 +101,7 @@ def find_mode(
             pairs = []
             continue
         after = problem.gradient(ahead)
-        pairs = [*pairs, (ahead.step - point.step, after.total - gradient.total)][-memory:]
+        pairs = [*pairs, (ahead.step - point.step, after.total - gradient.total)][-kept:]
         level = point.loss - ahead.loss <= _ROUNDING * abs(point.loss)
         idle = idle + 1 if level and after.residual > 0.9 * best else 0
         best = min(best, after.residual)
