@@ -6,9 +6,11 @@ from lapwing.laplace import Laplace
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian
 from lapwing.predictive.prediction import Prediction
 from lapwing.priors import FactoredDamping, GaussianPrior
+from lapwing.training import EvidenceInTheLoop, train_with_evidence
 from lapwing.version import __version__
 
 __all__ = [
-    "Bernoulli", "Categorical", "ConvergenceWarning", "FactoredDamping", "FileError", "Gaussian", "GaussianPrior",
-    "InputError", "Laplace", "LapwingError", "NotFittedError", "Prediction", "TuningWarning", "__version__", "priors",
+    "Bernoulli", "Categorical", "ConvergenceWarning", "EvidenceInTheLoop", "FactoredDamping", "FileError", "Gaussian",
+    "GaussianPrior", "InputError", "Laplace", "LapwingError", "NotFittedError", "Prediction", "TuningWarning",
+    "__version__", "priors", "train_with_evidence",
 ]  # fmt: skip

@@ -38,6 +38,11 @@ FORMAT = 1
 
 def save(la: Laplace, path: Path) -> None:
     """Write everything but the model."""
+    write(path, *pack(la))
+
+
+def pack(la: Laplace) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Everything but the model, as a header for JSON and tensors."""
     curvature = la.curvature
     tensors = {f"gradient/{name}": value for name, value in curvature.gradient.items()}
     for i, block in enumerate(curvature.blocks):
@@ -79,9 +84,13 @@ def save(la: Laplace, path: Path) -> None:
         "center": la.center,
         "shapes": _shapes(la.model),
         "fingerprint": fingerprint(la.model),
-        "checksum": _checksum(tensors),
     }  # fmt: skip
-    text = json.dumps(header)
+    return header, tensors
+
+
+def write(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """One file, with checksums over header and tensors."""
+    text = json.dumps(header | {"checksum": _checksum(tensors)})
     save_file(tensors, str(path), metadata={"lapwing": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
 
 
@@ -93,9 +102,24 @@ def load(
     output: ReadOutput | None = None,
 ) -> Laplace:
     """Read a file back onto `model`, or say why not."""
+    header, tensors = read(path)
+    if "structure" not in header:
+        raise FileError(f"{str(path)!r} holds no posterior, but {header.get('holds', 'something else')}.")
+    return unpack_onto(path, header, tensors, model, likelihood, unpack, output)
+
+
+def unpack_onto(
+    path: Path,
+    header: dict[str, Any],
+    tensors: dict[str, Tensor],
+    model: nn.Module,
+    likelihood: str | Likelihood | None = None,
+    unpack: Unpack | None = None,
+    output: ReadOutput | None = None,
+) -> Laplace:
+    """The posterior that `pack` took apart, on a model with the weights it was fitted on."""
     from lapwing.laplace import Laplace
 
-    header, tensors = _read(path)
     model = unwrap(model)
     _check_model(path, header, model)
     chosen = (
@@ -154,7 +178,8 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Header and tensors of a file that `write` wrote, undamaged."""
     if not path.is_file():
         raise FileError(f"There is no file {str(path)!r}.")
     try:
