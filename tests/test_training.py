@@ -499,6 +499,9 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
         ({"temperature": 2.0}, "written with temperature = 1.0, this run has 2.0"),
         ({"groups": "layer"}, "written with groups = 'scalar', this run has 'layer'"),
         ({"optimizer": torch.optim.NAdam}, "written with optimizer = 'Adam', this run has 'NAdam'"),
+        ({"optimizer": lambda p: torch.optim.Adam(p, lr=0.1)}, "with optimizer's option: lr = 0.001, this run has 0.1"),
+        ({"prior": 2.0}, "written with prior: precision: .* = tensor.1., dtype=torch.float64., this run has tensor.2."),
+        ({"kron": "reduce"}, "written with option: kron = 'expand', this run has 'reduce'"),
         ({"generator": torch.Generator()}, "written with random states"),
         ({"model": nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()}, "shape: 0.weight"),
     ):
@@ -520,7 +523,7 @@ def test_a_state_that_no_file_can_hold_is_named(tmp_path: Path) -> None:
             return {"thing": object()}
 
     model, x, y = problem("classification")
-    with pytest.raises(FileError, match="cannot hold state/scheduler/thing: a object"):
+    with pytest.raises(FileError, match="cannot hold config/scheduler's option/thing: a object"):
         train_with_evidence(
             model, [(x, y)], "classification", 2, checkpoint=tmp_path / "run",
             scheduler=lambda optimizer: Odd(optimizer, lambda epoch: 1.0),

@@ -53,7 +53,7 @@ def pack(la: Laplace) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensors["errors"] = curvature.statistics.errors
     prior, prior_tensors = _prior_header(la.prior)
     tensors |= prior_tensors
-    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    tensors = {name: plain_copy(value) for name, value in tensors.items()}
     header = {
         "format": FORMAT,
         "lapwing": __version__,
@@ -162,6 +162,11 @@ def _under(tensors: dict[str, Tensor], prefix: str, device: torch.device) -> dic
     return {key.removeprefix(prefix): value.to(device) for key, value in tensors.items() if key.startswith(prefix)}
 
 
+def plain_copy(value: Tensor) -> Tensor:
+    """A copy that shares nothing, in plain memory layout, as files want it."""
+    return value.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
 def fingerprint(model: nn.Module) -> str:
     """SHA-256 over names, dtypes, shapes and values of all parameters and buffers."""
     return _checksum(
@@ -174,7 +179,9 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         value = tensors[name].contiguous()
         digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
-        digest.update(value.flatten().view(torch.uint8).numpy().tobytes())
+        # The stride of a single number may be anything, and then it cannot be viewed as bytes.
+        flat = value.flatten().as_strided((value.numel(),), (1,))
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -1,1 +1,5 @@
 """Pictures: functions that take `ax=None` and return matplotlib axes (`pip install "lapwing[plot]"`)."""
+
+from lapwing.plots.training import training_history
+
+__all__ = ["training_history"]

@@ -58,7 +58,7 @@ def _compare(path: Path, written: dict[str, Any], now: dict[str, Any]) -> None:
 
 def _equal(left: Any, right: Any) -> bool:
     if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return isinstance(left, Tensor) and isinstance(right, Tensor) and torch.equal(left, right)
+        return isinstance(left, Tensor) and isinstance(right, Tensor) and torch.equal(left.cpu(), right.cpu())
     return bool(left == right)
 
 
@@ -67,7 +67,7 @@ def flatten(value: Any, tensors: dict[str, Tensor], at: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
-        tensors[at] = value.detach().cpu().contiguous().clone()
+        tensors[at] = io.plain_copy(value)
         return {"tensor": at}
     if isinstance(value, list | tuple):
         items = [flatten(item, tensors, f"{at}/{i}") for i, item in enumerate(value)]

@@ -165,6 +165,8 @@ class EvidenceInTheLoop:
         held, gone = _hold(la.prior, tuning.precisions)
         la = la.at(prior=held)
         value = float(la.log_evidence())
+        if not math.isfinite(value):
+            raise InputError(f"Epoch {epoch}: the log-evidence is {value}; {la.prior} and noise {la.noise}.")
         messages = (*(tuning.warnings if tuning.converged else tuning.warnings[:-1]), *gone)
         for message in messages:
             warnings.warn(f"Epoch {epoch}: {message}", TuningWarning, stacklevel=2)

@@ -25,6 +25,8 @@ from lapwing.training.evidence_in_the_loop import Best, EvidenceInTheLoop, put_b
 from lapwing.tuning import Groups, Tuning
 from lapwing.weights import trainable
 
+_OPTIONS = ("kron", "kfra_residual", "fisher_samples", "rank_tolerance", "rank", "max_dense", "max_factor")
+
 
 @dataclass(frozen=True)
 class Epoch:
@@ -172,6 +174,7 @@ class _Run:
         self.generators = randomness.sources(evidence.loader, evidence.generator)
         self.history: list[Epoch] = []
         self.best: dict[str, Any] | None = None  # the best evidence as the file keeps it
+        self.config = self._config()
 
     def epoch(self) -> None:
         """Train one epoch, and measure the evidence where it is due."""
@@ -213,15 +216,19 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------ file
 
-    def config(self) -> dict[str, Any]:
-        """What must be the same for a run to be resumed."""
+    def _config(self) -> dict[str, Any]:
+        """How the run began: what must be the same for it to be resumed."""
         evidence, la = self.evidence, self.evidence.la
         return {
             "epochs": self.epochs, "burn_in": evidence.burn_in, "every": evidence.every, "steps": evidence.steps,
             "groups": evidence.groups, "structure": la.structure, "curvature": la.curvature_kind, "weights": la.weights,
             "temperature": la.temperature, "tempered": la.tempered, "likelihood": la.likelihood.config(),
             "examples": evidence.examples, "schedule": self.schedule, "optimizer": type(self.optimizer).__name__,
-            "scheduler": type(self.scheduler).__name__, "random states": list(self.generators),
+            "optimizer's option": self.optimizer.defaults, "scheduler": type(self.scheduler).__name__,
+            "scheduler's option": None if self.scheduler is None else self.scheduler.state_dict(),
+            "random states": list(self.generators),
+            "prior": {"precision": evidence.prior.precision, "mean": evidence.prior.mean},
+            "option": {name: getattr(la, name) for name in _OPTIONS},
             "shape": {name: list(value.shape) for name, value in snapshot(self.evidence.la.model).items()},
         }  # fmt: skip
 
@@ -236,7 +243,7 @@ class _Run:
             "noise": self.evidence.la._noise,
             "best": self._packed_best(),
         }
-        file.write(path, self.config(), state)
+        file.write(path, self.config, state)
 
     def _packed_best(self) -> dict[str, Any] | None:
         """The best evidence for the file. A new one is of this moment: the model has the weights it belongs to."""
@@ -247,7 +254,7 @@ class _Run:
 
     def resume(self, path: Path) -> None:
         """Put everything back as it was when the file was written."""
-        state = file.read(path, self.config())
+        state = file.read(path, self.config)
         evidence, model = self.evidence, self.evidence.la.model
         self.best = state["best"]
         if self.best is not None:
