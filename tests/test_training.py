@@ -296,6 +296,19 @@ def test_a_group_that_runs_off_is_named_and_held() -> None:
     assert la.tuning_.value == float(la.log_evidence())
 
 
+def test_a_noise_that_runs_off_is_named_and_held() -> None:
+    x, y = regression(0, 20, 3)
+    weight = torch.linalg.lstsq(x, y).solution
+    model = nn.Linear(3, 1, bias=False).double()
+    model.weight.data.copy_(weight.T + 1e-7)
+    evidence = EvidenceInTheLoop(model, "regression", [(x, x @ weight)], curvature="ggn", steps=100)
+    with pytest.warns(TuningWarning, match="Epoch 3: The noise variance runs off to 0.*held at 1e-08"):
+        la = evidence.measure(3)
+    assert la.noise == pytest.approx(1e-8)
+    assert la.tuning_ is not None
+    assert la.tuning_.noise == pytest.approx(1e-8)
+
+
 def test_a_group_without_curvature_is_named_and_held() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)).double()
     nn.init.constant_(model.get_parameter("0.bias"), -1000.0)  # no unit is ever active

@@ -162,17 +162,28 @@ class EvidenceInTheLoop:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", TuningWarning)  # said below, with the epoch and without the limit of steps
             la, tuning = tune_by_evidence(la, self.groups, max_steps=self.steps)
-        held, gone = _hold(la.prior, tuning.precisions)
-        la = la.at(prior=held)
-        value = float(la.log_evidence())
-        if not math.isfinite(value):
-            raise InputError(f"Epoch {epoch}: the log-evidence is {value}; {la.prior} and noise {la.noise}.")
-        messages = (*(tuning.warnings if tuning.converged else tuning.warnings[:-1]), *gone)
+        # Where K steps were too few, the last warning says so, or that something ran off, which is said here by name.
+        messages = [*(tuning.warnings if tuning.converged else tuning.warnings[:-1])]
+        messages += [
+            line
+            for label, one in tuning.precisions.items()
+            for line in _run_off(f"The precision of prior group {label!r}", one)
+        ]
+        messages += [] if tuning.noise is None else _run_off("The noise variance", tuning.noise)
         for message in messages:
             warnings.warn(f"Epoch {epoch}: {message}", TuningWarning, stacklevel=2)
-        precisions = {label: _clamp(precision) for label, precision in tuning.precisions.items()}
-        la.tuning_ = replace(tuning, value=value, precisions=precisions, warnings=messages)
-        self.adopt(held, la._noise)
+        la = la.at(prior=_hold_prior(la.prior), noise=None if tuning.noise is None else _hold(la._noise))
+        value = float(la.log_evidence())
+        if not math.isfinite(value):
+            raise InputError(f"Epoch {epoch}: the log-evidence is {value}, with {la.prior} and noise {la.noise}.")
+        la.tuning_ = replace(
+            tuning,
+            value=value,
+            precisions={label: _hold(one) for label, one in tuning.precisions.items()},
+            noise=None if tuning.noise is None else _hold(tuning.noise),
+            warnings=tuple(messages),
+        )
+        self.adopt(la.prior, la._noise)
         if self.best is None or value > self.best.log_evidence:
             self.best = Best(epoch, value, la, snapshot(self.la.model))
         return la
@@ -184,7 +195,7 @@ class EvidenceInTheLoop:
         put_back(self.la.model, self.best.values)
         return self.best.la
 
-    def adopt(self, prior: GaussianPrior, noise: Tensor) -> None:
+    def adopt(self, prior: Prior, noise: Tensor) -> None:
         """Go on with these hyperparameters."""
         self.la.prior, self.la._noise = prior, noise.detach()
         self._terms = self._prior_terms()
@@ -249,23 +260,26 @@ def _count(loader: Iterable[Any], custom: Unpack | None) -> int:
     return count
 
 
-def _hold(prior: Prior, precisions: Mapping[str, float | Tensor]) -> tuple[GaussianPrior, list[str]]:
-    """The prior with every precision inside the edges, and what to say of the groups that were not."""
-    assert isinstance(prior, GaussianPrior)
-    assert isinstance(prior.precision, Mapping)
-    messages = []
-    for label, value in precisions.items():
-        logs = torch.as_tensor(value, dtype=torch.float64).log()
-        for beyond, where, edge in ((logs > _EDGE, "infinity", _EDGE), (logs < -_EDGE, "0", -_EDGE)):
-            if bool(beyond.any()):
-                count = "" if beyond.dim() == 0 else f"{int(beyond.sum())} of {beyond.numel()} elements of "
-                messages.append(
-                    f"The precision of {count}prior group {label!r} runs off to {where}: the data do not determine it. "
-                    f"It is held at {math.exp(edge):.0e}."
-                )
-    return GaussianPrior({glob: _clamp(value) for glob, value in prior.precision.items()}, prior.mean), messages
+def _run_off(what: str, value: float | Tensor) -> list[str]:
+    """What to say of values beyond the edges."""
+    logs = torch.as_tensor(value, dtype=torch.float64).log()
+    said = []
+    for beyond, where, edge in ((logs > _EDGE, "infinity", _EDGE), (logs < -_EDGE, "0", -_EDGE)):
+        if bool(beyond.any()):
+            count = "" if beyond.dim() == 0 else f" in {int(beyond.sum())} of {beyond.numel()} elements"
+            said.append(
+                f"{what}{count} runs off to {where}: the data do not determine it. It is held at {math.exp(edge):.0e}."
+            )
+    return said
 
 
-def _clamp(value: float | Tensor) -> Any:
+def _hold(value: Any) -> Any:
+    """Numbers or tensors, inside the edges."""
     edges = math.exp(-_EDGE), math.exp(_EDGE)
     return value.clamp(*edges) if isinstance(value, Tensor) else min(max(value, edges[0]), edges[1])
+
+
+def _hold_prior(prior: Prior) -> GaussianPrior:
+    assert isinstance(prior, GaussianPrior)
+    assert isinstance(prior.precision, Mapping)
+    return GaussianPrior({glob: _hold(value) for glob, value in prior.precision.items()}, prior.mean)
