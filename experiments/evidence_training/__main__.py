@@ -17,12 +17,13 @@ import json
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import matplotlib
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional
@@ -35,9 +36,9 @@ from lapwing.plots.canvas import COLORS, house_style
 from lapwing.training import Epoch
 
 HERE = Path(__file__).parent
-IMAGES, EPOCHS, BATCH, EVERY = 4000, 20, 64, 5
+IMAGES, BATCH, EVERY = 4000, 64, 5
 GRID = (5e-4, 2e-3, 8e-3, 3.2e-2)
-PLAIN, USUAL, VALIDATED, SCALAR, LAYER = (
+METHODS = PLAIN, USUAL, VALIDATED, SCALAR, LAYER = (
     "plain, weight decay 0", "plain, weight decay 5e-4", "cross-validation", "evidence, one precision",
     "evidence, one per layer",
 )  # fmt: skip
@@ -56,6 +57,7 @@ class Run:
     bayesian_nll: float | None = None
     weight_decay: dict[str, float] = field(default_factory=dict)  # λ/N by group, or what was chosen
     log_evidence: float | None = None
+    epochs: int = 20
 
 
 def cnn() -> nn.Sequential:
@@ -70,12 +72,12 @@ def data_loader(x: Tensor, y: Tensor) -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(TensorDataset(x, y), BATCH, shuffle=True)
 
 
-def plain(x: Tensor, y: Tensor, seed: int, weight_decay: float) -> nn.Sequential:
+def plain(x: Tensor, y: Tensor, seed: int, epochs: int, weight_decay: float) -> nn.Sequential:
     torch.manual_seed(seed)
     model = cnn()
     optimizer = torch.optim.Adam(model.parameters(), weight_decay=weight_decay)
-    schedule = CosineAnnealingLR(optimizer, EPOCHS)
-    for _ in range(EPOCHS):
+    schedule = CosineAnnealingLR(optimizer, epochs)
+    for _ in range(epochs):
         for inputs, targets in data_loader(x, y):
             optimizer.zero_grad()
             functional.cross_entropy(model(inputs), targets).backward()
@@ -84,15 +86,15 @@ def plain(x: Tensor, y: Tensor, seed: int, weight_decay: float) -> nn.Sequential
     return model
 
 
-def with_evidence(x: Tensor, y: Tensor, seed: int, groups: str) -> tuple[nn.Sequential, Laplace, tuple[Epoch, ...]]:
+def with_evidence(x: Tensor, y: Tensor, seed: int, epochs: int, groups: str) -> tuple[nn.Module, Laplace, Epoch]:
     torch.manual_seed(seed)
     model = cnn()
     trained = train_with_evidence(
-        model, data_loader(x, y), "classification", EPOCHS, groups=groups, every=EVERY, progress=False,
-        scheduler=lambda optimizer: CosineAnnealingLR(optimizer, EPOCHS),
+        model, data_loader(x, y), "classification", epochs, groups=groups, every=EVERY, progress=False,
+        scheduler=lambda optimizer: CosineAnnealingLR(optimizer, epochs),
     )  # fmt: skip
     assert trained.la is not None
-    return model, trained.la, trained.history
+    return model, trained.la, trained.history[-1]
 
 
 def scores(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
@@ -102,33 +104,35 @@ def scores(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
     return functional.cross_entropy(logits, y).item(), (logits.argmax(1) == y).float().mean().item()
 
 
-def seed_runs(seed: int, images: int) -> list[Run]:
+def seed_runs(seed: int, epochs: int) -> list[Run]:
     """Every method at one seed."""
     torch.set_num_threads(1)
-    data = fashion_mnist(images)
+    data = fashion_mnist(IMAGES)
     x, y = data.x_train, data.y_train
     runs = []
     for method, weight_decay in ((PLAIN, 0.0), (USUAL, 5e-4)):
         start = time.process_time()
-        model = plain(x, y, seed, weight_decay)
+        model = plain(x, y, seed, epochs, weight_decay)
         runs.append(_run(method, seed, time.process_time() - start, model, data, {"all": weight_decay}))
     start = time.process_time()
-    order = torch.randperm(images, generator=torch.Generator().manual_seed(seed))
-    fit, validation = order[: images * 4 // 5], order[images * 4 // 5 :]
-    losses = {decay: scores(plain(x[fit], y[fit], seed, decay), x[validation], y[validation])[0] for decay in GRID}
+    order = torch.randperm(IMAGES, generator=torch.Generator().manual_seed(seed))
+    fit, validation = order[: IMAGES * 4 // 5], order[IMAGES * 4 // 5 :]
+    losses = {
+        decay: scores(plain(x[fit], y[fit], seed, epochs, decay), x[validation], y[validation])[0] for decay in GRID
+    }
     chosen = min(losses, key=losses.__getitem__)
-    model = plain(x, y, seed, chosen)
+    model = plain(x, y, seed, epochs, chosen)
     runs.append(_run(VALIDATED, seed, time.process_time() - start, model, data, {"all": chosen}))
     for method, groups in ((SCALAR, "scalar"), (LAYER, "layer")):
         start = time.process_time()
-        model, la, history = with_evidence(x, y, seed, groups)
+        trained, la, last = with_evidence(x, y, seed, epochs, groups)
         seconds = time.process_time() - start
-        decays = {label: float(value) / images for label, value in (history[-1].precisions or {}).items()}
+        decays = {label: float(value) / IMAGES for label, value in (last.precisions or {}).items()}
         predicted = torch.cat([la.predict(part).log_prob(target) for part, target in _parts(data)])
         runs.append(
-            _run(method, seed, seconds, model, data, decays, -predicted.mean().item(), float(la.log_evidence()))
+            _run(method, seed, seconds, trained, data, decays, -predicted.mean().item(), float(la.log_evidence()))
         )
-    return runs
+    return [replace(run, epochs=epochs) for run in runs]
 
 
 def _parts(data: Split) -> list[tuple[Tensor, ...]]:
@@ -175,46 +179,52 @@ def table(runs: list[Run]) -> str:
 
 
 def draw(runs: list[Run], path: Path) -> None:
+    """A panel for each number of epochs: NLL against run time, every seed and the means."""
     matplotlib.rcParams["svg.hashsalt"] = "lapwing"
-    base = {run.seed: run.seconds for run in runs if run.method == USUAL}
+    lengths = sorted({run.epochs for run in runs})
     with house_style():
-        figure = Figure(figsize=(7.2, 3.6), layout="constrained")
-        ax = figure.add_subplot()
-        for i, method in enumerate(dict.fromkeys(run.method for run in runs)):
-            own = [run for run in runs if run.method == method]
-            ratio, _ = mean_and_error([run.seconds / base[run.seed] for run in own])
-            nll, error = mean_and_error([run.nll for run in own])
-            ax.plot(
-                [run.seconds / base[run.seed] for run in own],
-                [run.nll for run in own],
-                ".",
-                color=COLORS[i],
-                alpha=0.35,
-            )
-            ax.errorbar(ratio, nll, error, marker="o", color=COLORS[i], capsize=3, label=method)
-        ax.set_xlabel("run time, in plain trainings")
-        ax.set_ylabel("test NLL of the network")
-        ax.set_xlim(left=0)
-        ax.legend(frameon=False, fontsize=8)
-        ax.set_title("Fashion-MNIST, 4,000 images, five seeds")
+        figure = Figure(figsize=(3.8 * len(lengths), 3.6), layout="constrained")
+        panels = figure.subplots(1, len(lengths), sharex=True, sharey=True, squeeze=False)[0]
+        for ax, epochs in zip(panels, lengths, strict=True):
+            _draw_panel(ax, [run for run in runs if run.epochs == epochs])
+            ax.set_title(f"{epochs} epochs")
+            ax.set_xlabel("run time, in plain trainings")
+        panels[0].set_ylabel("test NLL of the network")
+        panels[0].set_xlim(left=0)
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
         figure.savefig(path, metadata={"Date": None})
 
 
+def _draw_panel(ax: Axes, runs: list[Run]) -> None:
+    base = {run.seed: run.seconds for run in runs if run.method == USUAL}
+    for i, method in enumerate(dict.fromkeys(run.method for run in runs)):
+        own = [run for run in runs if run.method == method]
+        ratios = [run.seconds / base[run.seed] for run in own]
+        nll, error = mean_and_error([run.nll for run in own])
+        ax.plot(ratios, [run.nll for run in own], ".", color=COLORS[i], alpha=0.35)
+        ax.errorbar(statistics.mean(ratios), nll, error, marker="o", color=COLORS[i], capsize=3, label=method)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--images", type=int, default=IMAGES)
+    parser.add_argument(
+        "--epochs", type=int, nargs="*", default=[20, 40], help="none only draws the results that are there"
+    )
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
-    parser.add_argument("--draw", action="store_true", help="draw the results that are there")
     options = parser.parse_args()
-    if not options.draw:
+    results = HERE / "results.json"
+    runs = [Run(**row) for row in json.loads(results.read_text())] if results.exists() else []
+    for epochs in options.epochs:
         with ProcessPoolExecutor(options.workers) as pool:
-            found = pool.map(partial(seed_runs, images=options.images), range(options.seeds))
-            rows = [asdict(run) for several in found for run in several]
-        (HERE / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
-    runs = [Run(**row) for row in json.loads((HERE / "results.json").read_text())]
+            found = pool.map(partial(seed_runs, epochs=epochs), range(options.seeds))
+            runs = [run for run in runs if run.epochs != epochs] + [run for several in found for run in several]
+        runs.sort(key=lambda run: (run.epochs, METHODS.index(run.method), run.seed))
+        results.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
     draw(runs, HERE / "figure.svg")
-    print(table(runs))
+    for epochs in sorted({run.epochs for run in runs}):
+        print(f"\n{epochs} epochs\n\n{table([run for run in runs if run.epochs == epochs])}")
 
 
 if __name__ == "__main__":
