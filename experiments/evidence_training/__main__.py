@@ -199,6 +199,10 @@ def _draw_panel(ax: Axes, runs: list[Run]) -> None:
         ax.errorbar(statistics.mean(ratios), nll, error, marker="o", color=COLORS[i], capsize=3, label=method)
 
 
+def key(run: Run) -> tuple[int, int, int]:
+    return run.epochs, METHODS.index(run.method), run.seed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
@@ -209,12 +213,12 @@ def main() -> None:
     options = parser.parse_args()
     results = HERE / "results.json"
     runs = [Run(**row) for row in json.loads(results.read_text())] if results.exists() else []
-    for epochs in options.epochs:
-        with ProcessPoolExecutor(options.workers) as pool:
-            tasks = [(method, seed, epochs) for method in METHODS for seed in range(options.seeds)]
-            runs = [run for run in runs if run.epochs != epochs] + list(pool.map(one_run, tasks))
-        runs.sort(key=lambda run: (run.epochs, METHODS.index(run.method), run.seed))
-        results.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
+    tasks = [(method, seed, length) for length in options.epochs for method in METHODS for seed in range(options.seeds)]
+    with ProcessPoolExecutor(options.workers) as pool:
+        for run in pool.map(one_run, tasks):  # written one by one, so that nothing is lost
+            runs = [other for other in runs if key(other) != key(run)] + [run]
+            runs.sort(key=key)
+            results.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
     draw(runs, HERE / "figure.svg")
     for epochs in sorted({run.epochs for run in runs}):
         print(f"\n{epochs} epochs\n\n{table([run for run in runs if run.epochs == epochs])}")
