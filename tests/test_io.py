@@ -159,3 +159,14 @@ def test_decompositions_are_kept_where_they_were_made(
     later = Laplace.load(tmp_path / "before.safetensors", model)
     torch.testing.assert_close(later.latent(x).covariance, expected, rtol=1e-10, atol=1e-12)
     assert bool(made) == (structure != "ekfac")
+
+
+def test_round_trip_of_a_single_output_in_an_odd_layout(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    single = torch.empty_strided((1, 1), (7, 7), dtype=torch.float64).fill_(0.3)  # torch calls it contiguous
+    model.register_buffer("offset", single)
+    x = torch.linspace(-1, 1, 5, dtype=torch.float64).unsqueeze(1)
+    la = Laplace(model, "regression").fit([(x, x.sin())]).tune_prior()
+    la.at(prior=GaussianPrior(la.prior.precision, mean={"0.bias": single[0]})).save(tmp_path / "a")  # type: ignore[union-attr]
+    back = Laplace.load(tmp_path / "a", model)
+    assert torch.equal(back.latent(x).covariance, la.latent(x).covariance)

@@ -19,10 +19,12 @@ from lapwing.mixture import Mixture
 from lapwing.predictive.prediction import Prediction
 from lapwing.priors import FactoredDamping, GaussianPrior
 from lapwing.pruning import Pruning, prune
+from lapwing.training import EvidenceInTheLoop, train_with_evidence
 from lapwing.version import __version__
 
 __all__ = [
-    "Averaged", "Bernoulli", "Categorical", "Comparison", "ComparisonWarning", "ConvergenceWarning", "FactoredDamping",
-    "FileError", "Gaussian", "GaussianPrior", "InputError", "Laplace", "LapwingError", "Mixture", "NotFittedError",
-    "Prediction", "Pruning", "PruningWarning", "TuningWarning", "__version__", "compare", "priors", "prune",
+    "Averaged", "Bernoulli", "Categorical", "Comparison", "ComparisonWarning", "ConvergenceWarning",
+    "EvidenceInTheLoop", "FactoredDamping", "FileError", "Gaussian", "GaussianPrior", "InputError", "Laplace",
+    "LapwingError", "Mixture", "NotFittedError", "Prediction", "Pruning", "PruningWarning", "TuningWarning",
+    "__version__", "compare", "priors", "prune", "train_with_evidence",
 ]  # fmt: skip

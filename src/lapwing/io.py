@@ -39,6 +39,11 @@ FORMAT = 1
 
 def save(la: Laplace, path: Path) -> None:
     """Write everything but the model."""
+    write(path, *pack(la))
+
+
+def pack(la: Laplace) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Everything but the model, as a header for JSON and tensors."""
     curvature = la.curvature
     tensors = {f"gradient/{name}": value for name, value in curvature.gradient.items()}
     for i, block in enumerate(curvature.blocks):
@@ -50,7 +55,7 @@ def save(la: Laplace, path: Path) -> None:
     prior, prior_tensors = _prior_header(la.prior)
     mode, mode_tensors = _mode_header(la.mode_)
     tensors |= prior_tensors | mode_tensors
-    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    tensors = {name: plain_copy(value) for name, value in tensors.items()}
     header = {
         "format": FORMAT,
         "lapwing": __version__,
@@ -77,9 +82,13 @@ def save(la: Laplace, path: Path) -> None:
         "center": la.center,
         "shapes": _shapes(la.model),
         "fingerprint": fingerprint(la.model),
-        "checksum": _checksum(tensors),
     }  # fmt: skip
-    text = json.dumps(header)
+    return header, tensors
+
+
+def write(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """One file, with checksums over header and tensors."""
+    text = json.dumps(header | {"checksum": _checksum(tensors)})
     save_file(tensors, str(path), metadata={"lapwing": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
 
 
@@ -91,9 +100,24 @@ def load(
     output: ReadOutput | None = None,
 ) -> Laplace:
     """Read a file back onto `model`, or say why not."""
+    header, tensors = read(path)
+    if "structure" not in header:
+        raise FileError(f"{str(path)!r} holds no posterior, but {header.get('holds', 'something else')}.")
+    return unpack_onto(path, header, tensors, model, likelihood, unpack, output)
+
+
+def unpack_onto(
+    path: Path,
+    header: dict[str, Any],
+    tensors: dict[str, Tensor],
+    model: nn.Module,
+    likelihood: str | Likelihood | None = None,
+    unpack: Unpack | None = None,
+    output: ReadOutput | None = None,
+) -> Laplace:
+    """The posterior that `pack` took apart, on a model with the weights it was fitted on."""
     from lapwing.laplace import Laplace
 
-    header, tensors = _read(path)
     model = unwrap(model)
     _check_model(path, header, model)
     chosen = (
@@ -137,6 +161,11 @@ def _under(tensors: dict[str, Tensor], prefix: str, device: torch.device) -> dic
     return {key.removeprefix(prefix): value.to(device) for key, value in tensors.items() if key.startswith(prefix)}
 
 
+def plain_copy(value: Tensor) -> Tensor:
+    """A copy that shares nothing, in plain memory layout, as files want it."""
+    return value.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
 def fingerprint(model: nn.Module) -> str:
     """SHA-256 over names, dtypes, shapes and values of all parameters and buffers."""
     return _checksum(
@@ -149,11 +178,14 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         value = tensors[name].contiguous()
         digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
-        digest.update(value.flatten().view(torch.uint8).numpy().tobytes())
+        # The stride of a single number may be anything, and then it cannot be viewed as bytes.
+        flat = value.flatten().as_strided((value.numel(),), (1,))
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Header and tensors of a file that `write` wrote, undamaged."""
     if not path.is_file():
         raise FileError(f"There is no file {str(path)!r}.")
     try:

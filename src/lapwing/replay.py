@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
-
+from lapwing import randomness
 from lapwing.errors import InputError
 
 
@@ -14,8 +13,7 @@ class Replay:
     """Reads a loader again and again; what it draws at random is drawn alike each time.
 
     The random states of torch and of the loader's own generators are set back before every pass, and `close` leaves
-    the loader's as they were found. So a `DataLoader` that shuffles, or augments with torch's randomness, can be read
-    twice. torch's global state is the caller's to keep (`guard.random_state_kept`).
+    them as they were found. So a `DataLoader` that shuffles, or augments with torch's randomness, can be read twice.
     """
 
     def __init__(self, loader: Iterable[Any], what: str) -> None:
@@ -27,11 +25,10 @@ class Replay:
                 "Pass a DataLoader or a list of batches."
             )
         self.loader = loader
-        self._state = torch.get_rng_state()
-        self._generators = [(generator, generator.get_state()) for generator in _generators(loader)]
+        self._generators = randomness.sources(loader, None)
+        self._states = randomness.states(self._generators)
 
     def __iter__(self) -> Iterator[Any]:
-        torch.set_rng_state(self._state)
         self.close()
         return iter(self.loader)
 
@@ -39,13 +36,5 @@ class Replay:
         return len(self.loader)  # type: ignore[arg-type]  # a TypeError where the loader has none
 
     def close(self) -> None:
-        """Leave the loader's generators as they were found."""
-        for generator, state in self._generators:
-            generator.set_state(state)
-
-
-def _generators(loader: Any) -> list[torch.Generator]:
-    samplers = (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler")))
-    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    found = [getattr(owner, "generator", None) for owner in (*samplers, inner)]
-    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+        """Leave the random states as they were found."""
+        randomness.restore(self._generators, self._states)

@@ -10,7 +10,7 @@ from lapwing.errors import InputError, choose
 from lapwing.tuning.by_evidence import tune_by_evidence
 from lapwing.tuning.by_linear_evidence import tune_by_linear_evidence
 from lapwing.tuning.by_validation import tune_by_validation
-from lapwing.tuning.groups import Groups, resolve
+from lapwing.tuning.groups import Group, Groups, resolve
 from lapwing.tuning.result import Round, Tuning
 
 if TYPE_CHECKING:
@@ -43,15 +43,21 @@ def tune(
         raise InputError(
             "tune_prior(method='evidence') reads no data; loader= belongs to the other methods, or to groups='auto'."
         )
-    layers = [layer for block in la.curvature.blocks for layer in block.layers]
-    resolved = resolve(groups, layers, lambda what: la._seen(what, loader))
+    chosen_groups = resolved(la, groups, loader)
     if method == "evidence":
-        return tune_by_evidence(la, resolved, **options)
+        return tune_by_evidence(la, chosen_groups, **options)
     if loader is None:
         raise InputError("tune_prior(method='linear-evidence') needs loader=..., the data of the fit.")
-    return tune_by_linear_evidence(la, resolved, loader, **options)
+    return tune_by_linear_evidence(la, chosen_groups, loader, **options)
+
+
+def resolved(la: Laplace, groups: Groups, loader: Iterable[Any] | None = None) -> tuple[Group, ...]:
+    """The groups of a fitted posterior; "auto" and "input" look at a few inputs, of the fit or of the loader."""
+    layers = [layer for block in la.curvature.blocks for layer in block.layers]
+    return resolve(groups, layers, lambda what: la._seen(what, loader))
 
 
 __all__ = [
-    "Groups", "Round", "Tuning", "tune", "tune_by_evidence", "tune_by_linear_evidence", "tune_by_validation",
+    "Group", "Groups", "Round", "Tuning", "resolved", "tune", "tune_by_evidence", "tune_by_linear_evidence",
+    "tune_by_validation",
 ]  # fmt: skip
