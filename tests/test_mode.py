@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lapwing import ConvergenceWarning, Gaussian, GaussianPrior, InputError, Laplace, NotFittedError
+from lapwing import (
+    Categorical,
+    ConvergenceWarning,
+    DataWarning,
+    Gaussian,
+    GaussianPrior,
+    InputError,
+    Laplace,
+    NotFittedError,
+)
 from tests import networks, oracles
 
 STRUCTURES = ["diag", "kron", "ekfac", "block", "full", "lowrank"]
@@ -188,6 +197,80 @@ def test_a_shuffling_loader_is_read_alike_at_every_pass() -> None:
     assert torch.equal(generator.get_state(), state)
 
 
+@pytest.mark.parametrize("loader", ["one more", "one less", "other sizes"])
+def test_batches_that_change_between_passes(loader: str) -> None:
+    x, y = networks.inputs("mlp", 8), networks.targets("classification", 8)
+    la = Laplace(networks.make("mlp"), "classification").fit([(x, y)]).find_mode([(x, y)])
+
+    class Changing:
+        passes = 0
+
+        def __iter__(self) -> Any:
+            self.passes += 1
+            sizes = (
+                {"one more": (4, 4, 4), "one less": (4,), "other sizes": (3, 5)}[loader] if self.passes > 1 else (4, 4)
+            )
+            yield from networks.batches(torch.cat([x, x])[: sum(sizes)], torch.cat([y, y])[: sum(sizes)], *sizes)
+
+    with pytest.raises(InputError, match="differ from one pass over the loader to the next"):
+        la.at(prior=3.0).find_mode(Changing())
+
+
+def test_a_mode_of_another_prior_is_told() -> None:
+    x, y = networks.inputs("mlp", 8), networks.targets("classification", 8)
+    la = Laplace(networks.make("mlp"), "classification", prior=0.001).fit([(x, y)]).find_mode([(x, y)], tolerance=1e-6)
+    la.log_evidence(prior=0.001, center="linear")
+    with pytest.warns(ConvergenceWarning, match="found under another prior.*find_mode"):
+        la.log_evidence(prior=100.0, center="linear")
+    with pytest.warns(ConvergenceWarning, match="found under another prior"):
+        la.at(temperature=5.0).predict(x, center="linear")
+
+
+def test_sparse_gradients() -> None:
+    x, y = networks.inputs("tokens", 8), networks.targets("classification", 8)
+    sparse = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Flatten(), nn.Linear(8, 3)).double()
+    plain = nn.Sequential(nn.Embedding(3, 2), nn.Flatten(), nn.Linear(8, 3)).double()
+    plain.load_state_dict(sparse.state_dict())
+    found = [
+        Laplace(model, "classification").fit([(x, y)]).find_mode([(x, y)], 1e-9).mode_ for model in (sparse, plain)
+    ]
+    assert found[0] is not None
+    assert found[1] is not None
+    for name, step in found[0].step.items():
+        torch.testing.assert_close(step, found[1].step[name], rtol=1e-7, atol=1e-9)
+
+
+class _Pixels(nn.Module):
+    """Logits `[N, 3, 2, 2]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.conv(x)) * 2
+
+
+@pytest.mark.parametrize("case", ["positions", "ratios", "last_layer", "tied"])
+def test_other_outputs_and_weights(case: str) -> None:
+    x, y = networks.inputs("mlp", 8), networks.targets("regression", 8)
+    model, likelihood, options = networks.make("mlp"), "regression", dict[str, Any]()
+    if case == "positions":
+        x = networks.inputs("cnn", 8)
+        y = torch.randint(3, (8, 2, 2), generator=torch.Generator().manual_seed(0))
+        y[::2, 0] = -100
+        model, likelihood = _Pixels().double(), Categorical(dim=1)  # type: ignore[assignment]
+    elif case == "ratios":
+        likelihood = Gaussian(noise=[0.5, 1.0, 2.0])  # type: ignore[assignment]
+    elif case == "last_layer":
+        options = {"weights": "last_layer"}
+    else:
+        model = networks.make("tied")
+    la = Laplace(model, likelihood, prior=2.0, **options).fit([(x, y)]).find_mode([(x, y)], tolerance=1e-9)
+    assert la.mode_ is not None
+    torch.testing.assert_close(packed(la, la.mode_.step), Dense(la, x, y).mode(), rtol=1e-6, atol=1e-8)
+
+
 class _Changing:
     """Other inputs at every pass, whatever torch's random state says."""
 
@@ -211,8 +294,11 @@ def test_bad_input() -> None:
         la.find_mode([(x[:5], y[:5])])
     with pytest.raises(InputError, match="iterator that can be read only once"):
         la.find_mode(iter([(x, y)]))
-    with pytest.raises(InputError, match="differs from one pass over the loader to the next"):
+    with pytest.raises(InputError, match="differ from one pass over the loader to the next"):
         la.find_mode(_Changing(x, y))
+    with pytest.warns(DataWarning, match="other data"):
+        la.find_mode([(x + 3, (y + 1) % 3)])
+    la.fit([(x, y)])
     with pytest.raises(InputError, match="The loader is empty"):
         la.find_mode([])
     with pytest.raises(InputError, match="tolerance must be between 0 and 1"):
@@ -233,7 +319,7 @@ def test_networks_without_forward_mode(network: str) -> None:
 def test_operations_without_any_second_derivative_are_named() -> None:
     x, y = networks.inputs("bags", 6), networks.targets("classification", 6)
     la = Laplace(networks.make("bags"), "classification").fit([(x, y)])
-    with pytest.raises(InputError, match="J v.*_embedding_bag"):
+    with pytest.raises(InputError, match="J v.*_embedding_bag.*center='network' or 'newton'"):
         la.find_mode([(x, y)])
 
 

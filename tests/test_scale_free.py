@@ -220,6 +220,31 @@ def test_the_model_comes_back_untouched() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_a_bias_that_is_0_still_has_a_scale() -> None:
+    """Its gradient scales with what comes before it, though its value does not show."""
+    model, x = make("perceptron")
+    nn.init.zeros_(model.get_parameter("3.bias"))
+    la = Laplace(model, "classification", "diag").fit([(x, torch.arange(len(x)) % 3)]).tune_prior(groups="auto")
+    assert la.tuning_ is not None
+    assert {*la.tuning_.precisions} == {"0", "3", "rest"}
+    moved = la.to("cpu").tune_prior(groups="auto")  # which keeps the inputs
+    assert moved.tuning_ is not None
+
+
+def test_a_loader_is_left_as_found() -> None:
+    model, x = make("perceptron")
+    generator = torch.Generator().manual_seed(3)
+    data = torch.utils.data.TensorDataset(x, torch.arange(len(x)) % 3)
+    loader = torch.utils.data.DataLoader(data, batch_size=6, shuffle=True, generator=generator)
+    la = Laplace(model, "classification").fit([data[:]])
+    before = generator.get_state(), torch.get_rng_state()
+    la.tune_prior(groups="auto", loader=loader)
+    with pytest.raises(InputError, match="saw 12 examples"):
+        Laplace(model, "classification").fit([data[:6]]).find_mode(loader)
+    assert torch.equal(generator.get_state(), before[0])
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
 def test_files_keep_no_inputs(tmp_path: Any) -> None:
     model, x = make("perceptron")
     data = [(x, torch.arange(len(x)) % 3)]

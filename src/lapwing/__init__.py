@@ -6,6 +6,7 @@ from lapwing.comparison import Comparison, compare
 from lapwing.errors import (
     ComparisonWarning,
     ConvergenceWarning,
+    DataWarning,
     FileError,
     InputError,
     LapwingError,
@@ -23,7 +24,7 @@ from lapwing.training import EvidenceInTheLoop, train_with_evidence
 from lapwing.version import __version__
 
 __all__ = [
-    "Averaged", "Bernoulli", "Categorical", "Comparison", "ComparisonWarning", "ConvergenceWarning",
+    "Averaged", "Bernoulli", "Categorical", "Comparison", "ComparisonWarning", "ConvergenceWarning", "DataWarning",
     "EvidenceInTheLoop", "FactoredDamping", "FileError", "Gaussian", "GaussianPrior", "InputError", "Laplace",
     "LapwingError", "Mixture", "NotFittedError", "Prediction", "Pruning", "PruningWarning", "TuningWarning",
     "__version__", "compare", "priors", "prune", "train_with_evidence",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lapwing.batches import read_output
+from lapwing.batches import ReadOutput, read_output
 from lapwing.errors import InputError
 
 
@@ -14,7 +14,7 @@ class Averaged(nn.Module):
     The weights are those of `model`, and the outputs have the shape of its outputs. A layer reads as one whose
     weight is shared by S positions of an example, so every structure takes its fast path. Use structure "ekfac", or
     "kron" with `kron="reduce"`, for which equal copies count as one; "expand" takes copies for independent and sees a
-    curvature up to S times too small.
+    curvature up to S times too small. `output` reads outputs from what the model returns, as in `Laplace`.
 
     Examples:
         >>> import torch
@@ -23,12 +23,12 @@ class Averaged(nn.Module):
         torch.Size([5, 2])
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, output: ReadOutput | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.output = model, output
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() < 2:
             raise InputError(f"Averaged takes inputs [N, S, ...], S copies of N examples, got {list(x.shape)}.")
-        outputs = read_output(self.model(x.flatten(0, 1)))
+        outputs = read_output(self.model(x.flatten(0, 1)), self.output)
         return outputs.reshape(*x.shape[:2], *outputs.shape[1:]).mean(1)

@@ -38,6 +38,10 @@ class PruningWarning(UserWarning):
     """A pruning that leaves nothing of a layer."""
 
 
+class DataWarning(UserWarning):
+    """Data are not those of the fit."""
+
+
 class TuningWarning(UserWarning):
     """A tuned value is not an interior optimum of the evidence."""
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
 from lapwing.errors import InputError
-from lapwing.mode import Mode
 from lapwing.spectrum import Spectrum
 from lapwing.tape import Tape
 
@@ -21,13 +17,6 @@ class Fitted:
         self.tape, self.spectrum = tape, spectrum
         self.weights = {name: parameter.detach().clone() for name, parameter in tape.parameters.items()}
         self.looks = _looks(tape.model)
-
-    def recentered(self, mode: Mode, weights: dict[str, Tensor]) -> Fitted:
-        """The same curvature around the linear model's own mode, with the statistics and the gradient there."""
-        other = copy.copy(self)
-        curvature = replace(self.spectrum.curvature, statistics=mode.statistics, gradient=mode.gradient)
-        other.spectrum, other.weights = self.spectrum.around(curvature), weights
-        return other
 
     def check_unchanged(self) -> None:
         """Raise if a parameter or buffer of the model is not what it was at the fit."""

@@ -149,7 +149,7 @@ def unpack_onto(
         la.structure, la.curvature_kind, tuple(blocks), statistics, gradient, Traces(*header["traces"])
     )
     la._fitted = Fitted(tape, Spectrum(curvature))
-    la.mode_ = _mode_from(header["mode"], tensors, device)
+    la.mode_ = _mode_from(header.get("mode"), tensors, device)
     for i in range(len(blocks)):
         kept = _under(tensors, f"decomposition/{i}/", device)
         if kept:

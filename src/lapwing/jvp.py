@@ -12,10 +12,12 @@ from torch.autograd import forward_ad
 
 from lapwing.batches import Inputs
 from lapwing.errors import InputError
+from lapwing.gradients import dense
 from lapwing.likelihoods import Likelihood
 from lapwing.tape import Tape
 
 METHODS = ("batched", "forward", "backward")  # J v of many v at once, of one, or by two backward passes
+_GRADIENTS_ONLY = "use a structure that takes gradients only: 'diag', 'kron', 'ekfac', 'block' or 'full'"
 REFUSALS = (RuntimeError, ValueError, NotImplementedError, TypeError, IndexError)
 
 
@@ -82,7 +84,7 @@ class Linearized:
         tensors = list(self.tape.parameters.values())
         found = torch.autograd.grad(self.outputs, tensors, vector, retain_graph=True, allow_unused=True)
         return {
-            name: torch.zeros_like(tensor) if gradient is None else gradient
+            name: torch.zeros_like(tensor) if gradient is None else dense(gradient)
             for name, tensor, gradient in zip(self.tape.parameters, tensors, found, strict=True)
         }
 
@@ -127,8 +129,11 @@ class Linearized:
         return torch.zeros_like(self.outputs) if moved is None else moved
 
 
-def settle(linear: Linearized, methods: tuple[str, ...] = METHODS) -> Linearized:
-    """The first of the ways to `J v` that works for this network and agrees with `Jᵀ u`."""
+def settle(linear: Linearized, methods: tuple[str, ...] = METHODS, otherwise: str = _GRADIENTS_ONLY) -> Linearized:
+    """The first of the ways to `J v` that works for this network and agrees with `Jᵀ u`.
+
+    `otherwise` is what the user can do where there is none.
+    """
     reasons = {}
     for method in methods:
         linear.method = method
@@ -141,7 +146,7 @@ def settle(linear: Linearized, methods: tuple[str, ...] = METHODS) -> Linearized
     raise InputError(
         f"Products with the Jacobian need J v. In forward mode PyTorch fails at {reasons['forward']}, and as two "
         f"backward passes at {reasons['backward']}. Leave the parameters behind it out of `weights`, write it with "
-        "other operations, or use a structure that takes gradients only: 'diag', 'kron', 'ekfac', 'block' or 'full'."
+        f"other operations, or {otherwise}."
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,22 @@ from torch import Tensor, nn
 
 from lapwing import evidence, io, likelihoods, priors
 from lapwing.batches import Inputs, ReadOutput, Unpack, peek
-from lapwing.batches import unpack as unpack_batch
 from lapwing.curvature import DENSE, KINDS, STRUCTURES, Curvature, StructureOptions
 from lapwing.curvature.fit import Fit
 from lapwing.curvature.kfra import RESIDUAL
 from lapwing.data_evidence import data_evidence
 from lapwing.errors import InputError, NotFittedError, choose, positive
 from lapwing.fitted import Fitted
-from lapwing.guard import borrowed, random_state_kept, twice_differentiable
+from lapwing.guard import borrowed, random_state_kept
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.base import GaussianOutputs
-from lapwing.linear_model import LinearModel
+from lapwing.linear_model import linear_model
 from lapwing.mode import Mode, find_mode
 from lapwing.posterior import CENTERS, TEMPERED, Posterior
 from lapwing.predictive.linearized import Latent, latent
 from lapwing.predictive.prediction import Prediction
 from lapwing.predictive.sampled import sampled_outputs
 from lapwing.priors import Prior
-from lapwing.scale_free import find_scale_free, first_weight
 from lapwing.spectrum import Spectrum
 from lapwing.summary import summarize
 from lapwing.tape import Tape
@@ -326,42 +324,6 @@ class Laplace:
         self.mode_, self.tuning_ = tuned.mode_, tuning
         return self
 
-    def _seen(self, what: str, loader: Iterable[Any] | None) -> dict[str, str]:
-        """What prior groups want to know of the network: see `lapwing.tuning.groups.resolve`."""
-        state = self._unchanged()
-        with random_state_kept(), self._borrow(state.weights):
-            inputs = state.tape.seen if loader is None else self._few(loader)
-            if inputs is None:
-                raise InputError(
-                    f"groups={what!r} looks at a few inputs, and a file keeps none: pass loader=... as well."
-                )
-            if what == "input":
-                return {first_weight(state.tape, inputs): ""}
-            found = find_scale_free(state.tape, inputs)
-        if not found.groups:
-            raise InputError(
-                "groups='auto' found no scale-free group: scaling any layer, or all that write into one stream, "
-                "changes the outputs. There is nothing to separate: use groups='scalar' or 'layer'."
-            )
-        return found.labels()
-
-    def _few(self, loader: Iterable[Any]) -> Inputs:
-        """Up to 16 examples of the first batch."""
-        inputs, targets = unpack_batch(peek(loader)[1], "Batch 0", self.unpack)
-        count = len(targets)
-        return (inputs.split(count).part(0, 16) if inputs.all_batched(count) else inputs).to(self.device)
-
-    def recentered(self) -> Laplace:
-        """The same curvature around the linear model's own mode θ*, as if it had been fitted there.
-
-        `center="newton"` then moves from θ* with prior, noise and temperature, by the curvature at θ̃.
-        """
-        other = copy.copy(self)
-        other.center, other.tuning_, other.mode_ = "newton", None, None
-        posterior = self.at(center="linear").posterior
-        other._fitted = self._state().recentered(posterior.linear_mode, posterior.mean)
-        return other
-
     def find_mode(self, loader: Iterable[Any], tolerance: float = 1e-4, max_steps: int = 500) -> Laplace:
         """Find the mode θ* of the linearized model under the current prior, noise and temperature; returns `self`.
 
@@ -376,27 +338,11 @@ class Laplace:
                 was reached in `la.mode_`.
             max_steps: after which a `ConvergenceWarning` says that it is not there.
         """
-        with self._linear_model(loader, "find_mode") as model:
+        with linear_model(self, loader, "find_mode") as model:
             self.mode_ = find_mode(
                 model, self.posterior, self.mode_, tolerance, max_steps, self.memory_budget, self.progress
             )
         return self
-
-    @contextmanager
-    def _linear_model(self, loader: Iterable[Any], what: str) -> Iterator[LinearModel]:
-        """The network linear in its weights on the data of the fit, borrowed as long as it is in use."""
-        state = self._unchanged()
-        with random_state_kept(), self._borrow(state.weights), twice_differentiable(self.model):
-            model = LinearModel.of(state.tape, self.likelihood, loader, self.unpack, self.progress, what)
-            if model.examples != self.curvature.examples:
-                raise InputError(
-                    f"{what} saw {model.examples} examples, the fit {self.curvature.examples:g}: the evidence of one "
-                    "posterior is that of one data set. Pass the loader of the fit."
-                )
-            try:
-                yield model
-            finally:
-                model.passes.close()
 
     # ----------------------------------------------------------------------- samples and predictions
 
@@ -522,7 +468,8 @@ class Laplace:
         if self._fitted is not None:
             parameters = {name: self.model.get_parameter(name) for name in self._fitted.weights}
             tape = self._tape(parameters)
-            tape.layers = self._fitted.tape.layers
+            tape.layers, seen = self._fitted.tape.layers, self._fitted.tape.seen
+            tape.seen = None if seen is None else seen.to(device)
             self._fitted = Fitted(tape, Spectrum(self.curvature.to(device)))
         if isinstance(self.prior, priors.GaussianPrior):
             self.prior = self.prior.to(device)

@@ -6,19 +6,32 @@ product with a vector in output space. The Jacobian is never formed; outputs of 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lapwing.batches import Inputs, Unpack, check_targets, read
-from lapwing.errors import InputError
+from lapwing.errors import DataWarning, InputError
+from lapwing.guard import random_state_kept, twice_differentiable
 from lapwing.jvp import Linearized, settle
-from lapwing.likelihoods import Likelihood
+from lapwing.likelihoods import Likelihood, Statistics
 from lapwing.replay import Replay
 from lapwing.tape import Tape, agree
+
+if TYPE_CHECKING:
+    from lapwing.laplace import Laplace
+
+_NEEDED = "use center='network' or 'newton', which need no J v"
+_OTHER_DATA = (
+    "The data differ from one pass over the loader to the next. Linearized models are found by many passes over the "
+    "same data: pass a loader without random augmentation, or one whose randomness is torch's alone (not NumPy's or "
+    "Python's, no persistent_workers), which is drawn alike at every pass."
+)
 
 
 @dataclass
@@ -29,21 +42,18 @@ class LinearModel:
     likelihood: Likelihood
     passes: Replay
     unpack: Unpack | None
-    show: bool
     outputs: list[Tensor]
     targets: list[Tensor]
     method: str
 
     @staticmethod
-    def of(
-        tape: Tape, likelihood: Likelihood, loader: Iterable[Any], unpack: Unpack | None, show: bool, what: str
-    ) -> LinearModel:
+    def of(tape: Tape, likelihood: Likelihood, passes: Replay, unpack: Unpack | None, show: bool) -> LinearModel:
         """Read the outputs in one pass. The model must be borrowed (see `guard`)."""
-        model = LinearModel(tape, likelihood, Replay(loader, what), unpack, show, [], [], "")
-        for where, inputs, targets in model._read("outputs"):
+        model = LinearModel(tape, likelihood, passes, unpack, [], [], "")
+        for where, inputs, targets in model._read("outputs", show):
             if not model.method:
                 linear = Linearized.at(tape, inputs)
-                model.method = settle(linear, ("forward", "backward")).method
+                model.method = settle(linear, ("forward", "backward"), _NEEDED).method
                 outputs = linear.outputs
             else:
                 with torch.no_grad():
@@ -66,7 +76,7 @@ class LinearModel:
         tangents = {name: step[name].to(parameter).unsqueeze(0) for name, parameter in self.tape.parameters.items()}
         dtype = next(iter(tangents.values())).dtype
         moved = []
-        for (_, inputs, _), outputs in zip(self._read("J v"), self.outputs, strict=True):
+        for inputs, outputs in self._again():
             if self.method == "backward":
                 linear = Linearized.at(self.tape, inputs, self.method)
             else:  # needs no graph of the outputs
@@ -79,17 +89,58 @@ class LinearModel:
         total = {
             name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in self.tape.parameters.items()
         }
-        for (where, inputs, _), outputs, vector in zip(self._read("J'v"), self.outputs, vectors, strict=True):
+        for (inputs, outputs), vector in zip(self._again(), vectors, strict=True):
             linear = Linearized.at(self.tape, inputs)
-            if not agree(linear.outputs.double(), outputs, outputs):
-                raise InputError(
-                    f"{where} differs from one pass over the loader to the next. Linearized models are found by many "
-                    "passes over the same data: pass a loader without random augmentation."
-                )
+            if not agree(linear.outputs, outputs.to(linear.outputs.dtype), linear.outputs):
+                raise InputError(_OTHER_DATA)
             for name, gradient in linear.pull(vector.to(linear.outputs)).items():
                 total[name] += gradient
         return total
 
-    def _read(self, title: str) -> Iterator[tuple[str, Inputs, Tensor]]:
+    def _again(self) -> Iterator[tuple[Inputs, Tensor]]:
+        """The inputs of all batches, with the outputs that they had."""
+        known = iter(self.outputs)
+        for _, inputs, targets in self._read("", False):
+            outputs = next(known, None)
+            if outputs is None or len(outputs) != len(targets):
+                raise InputError(_OTHER_DATA)
+            yield inputs, outputs
+        if next(known, None) is not None:
+            raise InputError(_OTHER_DATA)
+
+    def _read(self, title: str, show: bool) -> Iterator[tuple[str, Inputs, Tensor]]:
         device = next(iter(self.tape.parameters.values())).device
-        return read(self.passes, device, self.unpack, title, self.show)
+        return read(self.passes, device, self.unpack, title, show)
+
+
+@contextmanager
+def linear_model(la: Laplace, loader: Iterable[Any], what: str) -> Iterator[LinearModel]:
+    """The linear model of a fitted posterior on the data of its fit; the network is borrowed while it is in use."""
+    state = la._unchanged()
+    with (
+        random_state_kept(),
+        closing(Replay(loader, what)) as passes,
+        la._borrow(state.weights),
+        twice_differentiable(la.model),
+    ):
+        model = LinearModel.of(state.tape, la.likelihood, passes, la.unpack, la.progress)
+        _check_data(model, la.curvature.statistics, what)
+        yield model
+
+
+def _check_data(model: LinearModel, fitted: Statistics, what: str) -> None:
+    """The evidence of one posterior is that of one data set."""
+    if model.examples != fitted.examples:
+        raise InputError(
+            f"{what} saw {model.examples} examples, the fit {fitted.examples:g}: the evidence of one posterior is that "
+            "of one data set. Pass the loader of the fit."
+        )
+    pairs = zip(model.outputs, model.targets, strict=True)
+    found = sum(model.likelihood.statistics(outputs, targets).log_likelihood for outputs, targets in pairs)
+    if abs(found - fitted.log_likelihood) > 1e-2 * (abs(fitted.log_likelihood) + fitted.examples):
+        warnings.warn(
+            f"The log-likelihood of the network on the data of {what} is {found:.4g}, on those of the fit it was "
+            f"{fitted.log_likelihood:.4g}: they are other data, or augmented otherwise. Pass the loader of the fit.",
+            DataWarning,
+            stacklevel=6,
+        )

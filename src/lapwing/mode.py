@@ -113,7 +113,7 @@ def find_mode(
             f"violated by {gradient.residual:.2g} of its terms (tolerance {tolerance:.2g}). Raise max_steps or "
             "tolerance, take a stronger prior or a structure closer to 'full', or use a network in float64.",
             ConvergenceWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
     statistics = sum(
         (model.likelihood.statistics(h, y) for h, y in zip(point.outputs, model.targets, strict=True)), Statistics()

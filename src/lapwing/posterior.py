@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lapwing.basis import Basis
 from lapwing.curvature import Block
-from lapwing.errors import InputError, NotFittedError
+from lapwing.errors import ConvergenceWarning, InputError, NotFittedError
 from lapwing.priors import FactoredDamping, GaussianPrior, Prior
 from lapwing.spectrum import Spectrum
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 CENTERS = ("network", "newton", "linear")
 TEMPERED = ("likelihood", "both")
+_STALE = 1e-2  # violation of the first-order condition above which a mode belongs to other hyperparameters
 
 
 @dataclass(frozen=True)
@@ -184,9 +186,9 @@ class Posterior:
 
     @cached_property
     def step(self) -> dict[str, Tensor]:
-        """`θ* − θ̃` by parameter name, float64: 0 at the network's center, that of the linear model's mode, or the
+        """`θ* − θ̃` by parameter name, float64, of the center.
 
-        Newton step `−P⁻¹(Π(θ̃ − μ₀) − T∇/σ²)`.
+        0 for the network, the step to the linear model's mode, or Newton's, `−P⁻¹(Π(θ̃ − μ₀) − T∇/σ²)`.
         """
         if self.center == "network":
             return {name: torch.zeros_like(self.weights[name], dtype=torch.float64) for name in self.sizes}
@@ -194,12 +196,35 @@ class Posterior:
             return self.linear_mode.step
         return {name: -moved for name, moved in self.solve(self._slope()).items()}
 
-    @property
+    @cached_property
     def linear_mode(self) -> Mode:
-        """The linear model's own mode, or an error that says how to find it."""
+        """The linear model's own mode, or an error that says how to find it.
+
+        A `ConvergenceWarning` where it was found under another prior, noise or temperature and is far from theirs.
+        """
         if self.mode is None:
             raise NotFittedError("center='linear' needs the linear model's own mode: call la.find_mode(loader) first.")
+        with torch.no_grad():
+            residual = self._residual(self.mode)
+        if residual > max(_STALE, 2 * self.mode.residual):
+            warnings.warn(
+                "The linear model's mode was found under another prior, noise or temperature: here its first-order "
+                f"condition is violated by {residual:.2g} of its terms. Call la.find_mode(loader) again.",
+                ConvergenceWarning,
+                stacklevel=3,
+            )
         return self.mode
+
+    def _residual(self, mode: Mode) -> float:
+        """`Mode.residual` under these hyperparameters; no data needed."""
+        sums = torch.zeros(3, dtype=torch.float64)
+        for name in self.sizes:
+            precision = self.prior_scale * self.precisions[name]
+            prior = precision * (self.weights[name].double() + mode.step[name] - self.means[name])
+            data = self.likelihood_scale * mode.gradient[name]
+            sums += torch.stack([(term.square() / precision).sum().cpu() for term in (prior - data, prior, data)])
+        total, *terms = sums.sqrt().tolist()
+        return total / sum(terms) if sum(terms) > 0 else 0.0
 
     def solve(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """`P⁻¹ v` by parameter name, float64, held fixed when differentiating."""

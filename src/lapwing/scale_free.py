@@ -83,6 +83,12 @@ class _Scaled:
 
     def __init__(self, tape: Tape, inputs: Inputs) -> None:
         self.tape, self.inputs = tape, inputs
+        # A parameter that is 0, such as a fresh bias, has a scale that does not show.
+        generator = torch.Generator().manual_seed(1)
+        self.weights: dict[str, Tensor] = {
+            name: value if bool(value.any()) else (0.1 * torch.randn(value.shape, generator=generator)).to(value)
+            for name, value in tape.parameters.items()
+        }
         self.plain = self._outputs({})
 
     def is_free(self, names: tuple[str, ...]) -> bool:
@@ -110,9 +116,9 @@ class _Scaled:
         return float((left - right).abs().amax() / self.plain.abs().amax().clamp(min=1e-300))
 
     def _outputs(self, factors: dict[str, float] | dict[str, Tensor]) -> Tensor:
-        scaled = {name: self.tape.parameters[name] * factor for name, factor in factors.items()}
         with torch.no_grad(), _OwnStatistics():
-            return self.tape.forward(scaled, self.inputs)
+            scaled = {name: self.weights[name] * factor for name, factor in factors.items()}
+            return self.tape.forward(self.weights | scaled, self.inputs)
 
 
 class _OwnStatistics(TorchFunctionMode):

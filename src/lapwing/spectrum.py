@@ -59,10 +59,6 @@ class Spectrum:
         """Take over a decomposition that was made before."""
         self._plain[index] = decomposition
 
-    def around(self, curvature: Curvature) -> Spectrum:
-        """The decompositions of this one, shared, for a curvature with the same blocks."""
-        return Spectrum(curvature, self._plain, self._shaped)
-
     def squared_distance(self, prior: GaussianPrior, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """`‖θ̃ − μ₀‖²` by parameter, 0-d; kept for the last prior mean, unless a gradient in it is wanted."""
         if self._distances is not None and self._distances[0] is prior.mean:

@@ -12,6 +12,7 @@ from lapwing.tuning.by_linear_evidence import tune_by_linear_evidence
 from lapwing.tuning.by_validation import tune_by_validation
 from lapwing.tuning.groups import Group, Groups, resolve
 from lapwing.tuning.result import Round, Tuning
+from lapwing.tuning.seen import seen
 
 if TYPE_CHECKING:
     from lapwing.laplace import Laplace
@@ -54,7 +55,7 @@ def tune(
 def resolved(la: Laplace, groups: Groups, loader: Iterable[Any] | None = None) -> tuple[Group, ...]:
     """The groups of a fitted posterior; "auto" and "input" look at a few inputs, of the fit or of the loader."""
     layers = [layer for block in la.curvature.blocks for layer in block.layers]
-    return resolve(groups, layers, lambda what: la._seen(what, loader))
+    return resolve(groups, layers, lambda what: seen(la, what, loader))
 
 
 __all__ = [

@@ -24,7 +24,7 @@ from lapwing.tuning.result import Tuning
 if TYPE_CHECKING:
     from lapwing.laplace import Laplace
 
-_EDGE = 40.0  # |log λ| beyond which an optimum is said to run off
+EDGE = 40.0  # |log λ| beyond which an optimum is said to run off
 
 
 def tune_by_evidence(
@@ -51,7 +51,7 @@ def tune_by_evidence(
             f"{residual:.2g} (tolerance {tolerance:.2g}). Raise max_steps or tolerance."
         )
     for message in messages:
-        warnings.warn(message, TuningWarning, stacklevel=3)
+        warnings.warn(message, TuningWarning, stacklevel=4)
     tuned = space.at(point)
     shown = {
         label: float(value) if value.dim() == 0 else value.clone() for label, value in space.precisions(point).items()
@@ -123,7 +123,7 @@ class Space:
         return point.clamp(low, high)
 
     def _bounds(self) -> tuple[Tensor, Tensor]:
-        return (self.start - self.reach).clamp(min=-_EDGE), (self.start + self.reach).clamp(max=_EDGE)
+        return (self.start - self.reach).clamp(min=-EDGE), (self.start + self.reach).clamp(max=EDGE)
 
     def precisions(self, point: Tensor) -> dict[str, Tensor]:
         """Precision by label."""
@@ -170,7 +170,7 @@ class Space:
 
     def run_off(self, point: Tensor) -> list[str]:
         """What has no interior optimum: at the edge, or where the center moves, without a direction determined."""
-        gone = self.free & (point.abs() >= _EDGE)
+        gone = self.free & (point.abs() >= EDGE)
         if self.la.center != "network":
             sizes = self._counts().to(point)
             count = len(sizes)
