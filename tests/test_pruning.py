@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +120,82 @@ def test_output_units_go_as_a_whole_and_make_outputs_zero(network: str) -> None:
             torch.testing.assert_close(~found.masks[f"{name}.bias"], channels)
     assert silent > 0
     assert found.joint_loss == pytest.approx(quadratic_loss(la, found), rel=1e-8)
+
+
+class HeadFirst(nn.Module):
+    """Registered in another order than used; the norm after the head has weights, but makes no outputs of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.norm, self.body = nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.head(torch.tanh(self.body(x))))
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.two = nn.Linear(3, 4), nn.Linear(4, 1), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.body(x))
+        return torch.cat([self.one(hidden), self.two(hidden)], 1)
+
+
+class NormalizedHead(nn.Module):
+    """The head's weight is computed, so that no rule sees its use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 4)
+        self.head = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "weights", "expected"),
+    [
+        (HeadFirst, "all", {"body"}),
+        (TwoHeads, "all", {"body"}),
+        (NormalizedHead, "all", {"body"}),
+        (chain, "all", {"0", "2"}),
+        (chain, ["0.*", "2.*"], {"0", "2"}),
+        (chain, "0.*", {"0"}),
+        (lambda: networks.make("tied-embedding"), "all", {"mix"}),
+    ],
+)
+def test_the_models_own_outputs_stay(make: Any, weights: Any, expected: set[str]) -> None:
+    """Whatever order layers are registered in, and whichever are Bayesian: only rows inside the network go."""
+    torch.manual_seed(0)
+    model = make().double()
+    if isinstance(model, HeadFirst | TwoHeads | NormalizedHead | nn.Sequential):
+        x = networks.inputs("mlp", 8)
+    else:
+        x = networks.inputs("tied-embedding", 8)
+    la = Laplace(model, "classification", weights=weights).fit([(x, networks.targets("classification", 8))])
+    found = prune(la, 0.5, units="output")
+    assert {name.rpartition(".")[0] for name in found.masks} == expected
+    assert found.sparsity > 0
+
+
+def test_output_units_of_a_file_are_named(tmp_path: Path) -> None:
+    la = fitted()
+    la.save(tmp_path / "la.safetensors")
+    loaded = Laplace.load(tmp_path / "la.safetensors", la.model)
+    with pytest.raises(InputError, match=r"a file keeps none: name the layers"):
+        prune(loaded, 0.5, units="output")
+    named = prune(loaded, 0.5, units="output", only="0.weight").masks
+    for name, mask in prune(la, 0.5, units="output").masks.items():
+        assert torch.equal(mask, named[name])
+    moved = prune(fitted().to("cpu"), 0.5, units="output").masks
+    assert all(torch.equal(mask, named[name]) for name, mask in moved.items())
 
 
 @pytest.mark.parametrize("network", ["cnn", "grouped-cnn", "upsampling", "mlp"])

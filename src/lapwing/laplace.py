@@ -522,7 +522,8 @@ class Laplace:
         if self._fitted is not None:
             parameters = {name: self.model.get_parameter(name) for name in self._fitted.weights}
             tape = self._tape(parameters)
-            tape.layers = self._fitted.tape.layers
+            tape.layers, seen = self._fitted.tape.layers, self._fitted.tape.seen
+            tape.seen = None if seen is None else seen.to(device)
             self._fitted = Fitted(tape, Spectrum(self.curvature.to(device)))
         if isinstance(self.prior, priors.GaussianPrior):
             self.prior = self.prior.to(device)

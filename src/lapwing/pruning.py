@@ -25,6 +25,7 @@ from lapwing.likelihoods import Statistics
 from lapwing.posterior import Posterior
 from lapwing.progress import bar
 from lapwing.units import Units, units_of
+from lapwing.weights import output_weights
 
 PRECISIONS = ("diagonal", "marginal")
 RANKINGS = ("global", "layer")
@@ -143,8 +144,8 @@ def prune(
         la: a fitted posterior; tune its prior first.
         sparsity: the fraction of elements to remove, at most, of those that can be pruned.
         evidence_loss: instead of it, the nats of evidence that may be lost, at least 0.
-        units: "weight", "output" (neurons and filters: the row of a weight and its bias; those of the last layer
-            stay), or "input" (what a layer reads: features and channels).
+        units: "weight", "output" (neurons and filters: the row of a weight and its bias; those of the layers that make
+            the model's outputs stay), or "input" (what a layer reads: features and channels).
         precision: "diagonal" or "marginal", see `scores`.
         ranking: "global", or "layer" to take the same fraction of each.
         only: names or globs of the parameters to prune. The default leaves out biases, norms and single parameters.
@@ -166,8 +167,7 @@ def prune(
         _check_reread(loader)
     if sparsity is None and ranking == "layer":
         raise InputError("ranking='layer' belongs to sparsity=...; a loss of evidence is that of all layers together.")
-    layers = [layer for block in la.curvature.blocks for layer in block.layers]
-    groups = units_of(layers, units, only, la.device)
+    groups = prunable(la, units, only, loader)
     score, spared = groups.total(scores(la, precision)), groups.total(_spared(la))
     order = score.argsort(stable=True)
 
@@ -186,6 +186,23 @@ def prune(
     _warn_of_empty_layers(masks, ranking)
     threshold, joint = float(score[gone].max()) if gone.numel() else 0.0, _joint_loss(la, masks)
     return Pruning(la, masks, units, threshold, joint, joint - float(spared[gone].sum()))
+
+
+def prunable(
+    la: Laplace, units: str = "weight", only: str | Sequence[str] | None = None, loader: Iterable[Any] | None = None
+) -> Units:
+    """What may be pruned: see `prune`. Output units take a look at a few inputs, those of the fit or of the loader."""
+    state, outputs = la._unchanged(), frozenset[str]()
+    if units == "output" and only is None:
+        inputs = state.tape.seen if loader is None else la._few(loader)
+        if inputs is None:
+            raise InputError(
+                "units='output' looks at a few inputs to see which layers make the model's outputs, and a file keeps "
+                "none: name the layers to prune, only=[...]."
+            )
+        outputs = output_weights(la.model, inputs, la.output)
+    layers = [layer for block in la.curvature.blocks for layer in block.layers]
+    return units_of(layers, units, only, la.device, outputs)
 
 
 def _all_but(gone: Tensor, count: int) -> Tensor:

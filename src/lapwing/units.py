@@ -5,7 +5,7 @@ A unit has a number; every element of a parameter carries that of its unit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -49,18 +49,24 @@ class Units:
         return {name: with_rest[numbers] for name, numbers in self.numbers.items()}
 
 
-def units_of(layers: Sequence[Layer], kind: str, only: str | Sequence[str] | None, device: torch.device) -> Units:
+def units_of(
+    layers: Sequence[Layer],
+    kind: str,
+    only: str | Sequence[str] | None,
+    device: torch.device,
+    outputs: Collection[str] = (),
+) -> Units:
     """The units of layers with a weight matrix, filters included, or of the parameters that `only` names.
 
-    By default those of kind "weight" leave out biases, and those of kind "output" the last layer, whose units are the
-    model's outputs.
+    By default those of kind "weight" leave out biases, and those of kind "output" the layers whose weight is one of
+    `outputs`: their units are the model's outputs.
     """
     choose(kind, UNITS, "units")
     chosen = [layer for layer in layers if layer.shape is not None and (kind == "weight" or layer.form == "pair")]
     if only is not None:
         chosen = _named(layers if kind == "weight" else chosen, only)
     elif kind == "output":
-        chosen = chosen[:-1]
+        chosen = [layer for layer in chosen if layer.parameters[0] not in outputs]
     if not chosen:
         raise InputError(f"There is nothing to prune: no layer has units of kind {kind!r} that may go.")
     numbers: dict[str, Tensor] = {}
