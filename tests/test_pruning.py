@@ -43,6 +43,48 @@ def test_scores_are_posterior_precision_times_squared_weight(structure: str, net
     torch.testing.assert_close(packed(la, scores(la, "marginal")), marginal, rtol=1e-8, atol=rounding)
 
 
+@pytest.mark.parametrize("structure", STRUCTURES[:-1])  # eigenpairs of products in float32 do not resolve it
+def test_small_curvature_counts_in_low_precision(structure: str) -> None:
+    """Features of very different sizes: `P_jj = Σ_n x_nj²/σ² + λ`, none of it rounding."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(100, 2, generator=generator) * torch.tensor([1000.0, 0.1])
+    model = nn.Linear(2, 1, bias=False)
+    la = Laplace(model, Gaussian(0.01), structure, prior=1e-4).fit([(x, torch.randn(100, 1, generator=generator))])
+    expected = x.double().square().sum(0) / 0.01 + 1e-4
+    torch.testing.assert_close(la.posterior.precision_diagonal()["weight"][0], expected, rtol=1e-5, atol=0)
+
+
+def test_small_curvature_counts_in_half_precision() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(50, 3, generator=generator) * torch.tensor([1.0, 0.1, 0.05])).bfloat16()
+    y = torch.randn(50, 1, generator=generator).bfloat16()
+    la = Laplace(nn.Linear(3, 1, bias=False).bfloat16(), "regression", "diag").fit([(x, y)])
+    expected = x.double().square().sum(0) + 1
+    torch.testing.assert_close(la.posterior.precision_diagonal()["weight"][0], expected, rtol=1e-4, atol=0)
+
+
+def test_marginal_precisions_are_not_rounded_to_the_weights_dtype() -> None:
+    """Variances below the smallest float16: `(P⁻¹)_ii = 1/λ` to a few digits, not 0."""
+    torch.manual_seed(0)
+    x, y = torch.randn(30, 8).half(), torch.randint(3, (30,))
+    la = Laplace(nn.Linear(8, 3).half(), "classification", prior=1e9).fit([(x, y)])
+    squares = la.posterior.weights["weight"].double().square()
+    torch.testing.assert_close(scores(la, "marginal")["weight"], 1e9 * squares, rtol=1e-5, atol=0)
+    found = prune(la, 0.5, precision="marginal")
+    assert found.sparsity == 0.5
+    assert found.evidence_loss == pytest.approx(0.5e9 * float(squares[~found.masks["weight"]].sum()), rel=1e-4)
+
+
+def test_an_exact_hessian_keeps_its_negative_diagonal() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    x, y = torch.randn(10, 2, dtype=torch.float64), 3 * torch.randn(10, 1, dtype=torch.float64)
+    la = Laplace(model, "regression", "full", "hessian", prior=200.0).fit([(x, y)])
+    hessian = la.curvature.blocks[0].accumulator.matrix().diagonal()
+    assert float(hessian.min()) < -0.1
+    torch.testing.assert_close(packed(la, la.posterior.precision_diagonal()), hessian + 200)
+
+
 def test_sparsity_takes_the_smallest_scores() -> None:
     la = fitted()
     found, kept = prune(la, sparsity=0.5), scores(la)

@@ -158,21 +158,22 @@ class Posterior:
         return found
 
     def variances(self) -> dict[str, Tensor]:
-        """Marginal posterior variance of every parameter: the diagonal of P⁻¹."""
+        """Marginal posterior variance of every parameter, in its dtype: the diagonal of P⁻¹."""
+        return {name: value.to(self.weights[name].dtype) for name, value in self.covariance_diagonal().items()}
+
+    def covariance_diagonal(self) -> dict[str, Tensor]:
+        """The diagonal of P⁻¹ by parameter name, float64."""
         found: dict[str, Tensor] = {}
         for block in self.blocks:
-            dtype = self.weights[block.block.parameters[0]].dtype
-            found |= block.block.unpack(block.basis.to(torch.float64).marginal(block.scale).to(dtype))
+            found |= block.block.unpack(block.basis.to(torch.float64).marginal(block.scale))
         return found
 
     def curvature_diagonal(self) -> dict[str, Tensor]:
-        """The diagonal of H by parameter name, rounding errors set to 0; float64."""
+        """The diagonal of H by parameter name, float64; negative where an exact Hessian is."""
         found: dict[str, Tensor] = {}
         for i, block in enumerate(self.spectrum.blocks):
             plain = self.spectrum.decompose(i, None)
-            diagonal = plain.basis.to(torch.float64).marginal(plain.eigenvalues)
-            rounding = torch.finfo(self.weights[block.parameters[0]].dtype).eps * diagonal.abs().amax()
-            found |= block.unpack(torch.where(diagonal > rounding, diagonal, torch.zeros_like(diagonal)))
+            found |= block.unpack(plain.basis.to(torch.float64).marginal(plain.eigenvalues))
         return found
 
     def precision_diagonal(self) -> dict[str, Tensor]:

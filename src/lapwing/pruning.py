@@ -221,7 +221,7 @@ def _largest(loss: Callable[[int], float], budget: float, count: int) -> int:
 
 def _marginal_precisions(la: Laplace) -> dict[str, Tensor]:
     """`1/(P⁻¹)_ii` by parameter name, float64."""
-    return {name: value.detach().double().reciprocal() for name, value in la.posterior.variances().items()}
+    return {name: value.detach().reciprocal() for name, value in la.posterior.covariance_diagonal().items()}
 
 
 def _joint_loss(la: Laplace, masks: dict[str, Tensor]) -> float:
