@@ -72,7 +72,8 @@ def test_marginal_precisions_are_not_rounded_to_the_weights_dtype() -> None:
     torch.testing.assert_close(scores(la, "marginal")["weight"], 1e9 * squares, rtol=1e-5, atol=0)
     found = prune(la, 0.5, precision="marginal")
     assert found.sparsity == 0.5
-    assert found.evidence_loss == pytest.approx(0.5e9 * float(squares[~found.masks["weight"]].sum()), rel=1e-4)
+    # The prior alone counts, and these weights are no mode of it: it gains what it is rid of.
+    assert found.evidence_loss == pytest.approx(-0.5e9 * float(squares[~found.masks["weight"]].sum()), rel=1e-4)
 
 
 def test_an_exact_hessian_keeps_its_negative_diagonal() -> None:
@@ -111,8 +112,12 @@ def gone(la: Laplace, found: Pruning) -> Tensor:
 
 
 def quadratic_loss(la: Laplace, found: Pruning) -> float:
-    step = packed(la, la.posterior.weights) * gone(la, found)
-    return float(0.5 * step @ dense(la) @ step)
+    """Of `log p(D, θ)` around weights that are no mode, by Taylor's rule."""
+    posterior = la.posterior
+    prior = {n: p * (posterior.weights[n] - posterior.means[n]) for n, p in posterior.precisions.items()}
+    slope = packed(la, prior) - posterior.likelihood_scale * packed(la, la.curvature.gradient)
+    step = -packed(la, posterior.weights) * gone(la, found)
+    return float(slope @ step + 0.5 * step @ dense(la) @ step)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -294,6 +299,46 @@ def test_expected_losses_are_exact_for_a_linear_model_with_orthogonal_inputs(str
         smaller = Laplace(mode(x[:, kept], y, 0.5, 0.09), Gaussian(0.09), structure, prior=0.5).fit([(x[:, kept], y)])
         expected = float(la.log_evidence() - smaller.log_evidence())
         assert found.evidence_loss == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.parametrize(("tempered", "temperature"), [("likelihood", 1.0), ("likelihood", 2.0), ("both", 2.0)])
+@pytest.mark.parametrize("center", ["network", "newton", "linear"])
+def test_expected_losses_are_exact_away_from_a_mode(tempered: str, temperature: float, center: str) -> None:
+    """A linear model at weights that were never trained: the slope counts at them, and vanishes where they moved."""
+    x, y = orthogonal()
+    options: dict[str, Any] = {"prior": GaussianPrior(0.5, mean=0.3), "temperature": temperature, "tempered": tempered}
+
+    def around(inputs: Tensor, weights: Tensor) -> Laplace:
+        model = nn.Linear(inputs.shape[1], 1, bias=False).double()
+        with torch.no_grad():
+            model.weight.copy_(weights)
+        la = Laplace(model, Gaussian(0.09), "full", **options).fit([(inputs, y)])
+        if center == "linear":
+            la.find_mode([(inputs, y)], tolerance=1e-10)
+        return la.at(center=center)
+
+    weights = torch.tensor([[1.5, 0.3, -0.5, 0.2, -0.1, 0.4]], dtype=torch.float64)
+    la = around(x, weights)
+    for sparsity in (1 / 6, 0.5, 5 / 6):
+        found = prune(la, sparsity)
+        assert found.joint_loss == pytest.approx(found.measured_loss([(x, y)]), rel=1e-8)
+        kept = found.masks["weight"][0]
+        smaller = around(x[:, kept], weights[:, kept])
+        assert found.evidence_loss == pytest.approx(float(la.log_evidence() - smaller.log_evidence()), rel=1e-8)
+        pruned = found.model()
+        torch.testing.assert_close(pruned.get_parameter("weight"), la.posterior.mean["weight"] * kept)
+
+
+def test_losses_around_a_mode_that_the_prior_left() -> None:
+    """The linear model's mode under another prior than the current one: no mode any more, and the slope knows."""
+    x, y = orthogonal()
+    la = Laplace(nn.Linear(6, 1, bias=False).double(), Gaussian(0.09), "full").fit([(x, y)])
+    la = la.find_mode([(x, y)], tolerance=1e-10).at(prior=50.0, center="linear")
+    found = prune(la, 0.5)
+    assert found.joint_loss == pytest.approx(found.measured_loss([(x, y)]), rel=1e-8)
+    around = la.recentered()
+    assert prune(around, 0.0).measured_loss([(x, y)]) == pytest.approx(0, abs=1e-9)
+    assert prune(around, 0.5).joint_loss == pytest.approx(prune(around, 0.5).measured_loss([(x, y)]), rel=1e-8)
 
 
 @pytest.mark.parametrize("sparsity", [1 / 6, 0.5, 5 / 6])

@@ -214,13 +214,28 @@ class Posterior:
 
     def _slope(self) -> dict[str, Tensor]:
         """Gradient of the negative log posterior at θ̃."""
-        gradient = self.spectrum.curvature.gradient
+        return self._descent(self.spectrum.curvature.gradient, {name: self.weights[name].double() for name in self.sizes})
+
+    def _descent(self, gradient: dict[str, Tensor], point: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`Π(θ − μ₀) − T∇/σ²` at a point where the log-likelihood has this gradient."""
         with torch.no_grad():
             return {
-                name: self.prior_scale * self.precisions[name] * (self.weights[name].double() - self.means[name])
+                name: self.prior_scale * self.precisions[name] * (value - self.means[name])
                 - self.likelihood_scale * gradient[name].double()
-                for name in self.sizes
+                for name, value in point.items()
             }
+
+    @cached_property
+    def slope(self) -> dict[str, Tensor]:
+        """Gradient of the negative log posterior at the center, by parameter name, float64: the network's, at the linear
+        model's mode that of the linear model (0 unless the prior moved on), at the Newton center 0.
+        """
+        if self.center == "network":
+            return self._slope()
+        if self.center == "newton":
+            return {name: torch.zeros_like(step) for name, step in self.step.items()}
+        point = {name: self.weights[name].double() + step for name, step in self.step.items()}
+        return self._descent(self.linear_mode.gradient, point)
 
     def step_curvature(self, step: dict[str, Tensor] | None = None) -> Tensor:
         """`δᵀ H δ` of the step to the center, or of another by parameter name; 0-d."""

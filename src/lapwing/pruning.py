@@ -1,17 +1,20 @@
 """Pruning by the posterior: Occam's razor for weights (Dhahri et al. 2024).
 
 Around its mode the log posterior is `−½ (θ − θ*)ᵀ P (θ − θ*)`, so that setting weight i to 0 costs about `½ P_ii θ_i²`
-nats of `log p(D, θ)`, and setting those in S to 0 `½ θ_Sᵀ P_SS θ_S`. The evidence loses less, because a model without
-them need not pay for them: with Σ = P⁻¹, it is spared `½ log det(Σ_SS⁻¹ Π_SS⁻¹)`, which is at least
-`½ Σ_i log(1/(Σ_ii Π_ii))` (Hadamard's inequality) and never negative.
+nats of `log p(D, θ)`, and setting those in S to 0 `½ θ_Sᵀ P_SS θ_S`; elsewhere, `−g_Sᵀ θ_S` more with the slope g of the
+negative log posterior. The evidence loses less, because a model without them need not pay for them: with Σ = P⁻¹, it is
+spared `½ log det(Σ_SS⁻¹ Π_SS⁻¹)`, which is at least `½ Σ_i log(1/(Σ_ii Π_ii))` (Hadamard's inequality) and never
+negative. (Where the prior is tempered as well, its normalizers are, too.)
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +22,7 @@ from torch import Tensor, nn
 
 from lapwing.batches import check_targets, read, read_output
 from lapwing.errors import InputError, PruningWarning, choose
-from lapwing.guard import borrowed
+from lapwing.guard import borrowed, random_state_kept
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Statistics
 from lapwing.posterior import Posterior
@@ -29,6 +32,7 @@ from lapwing.weights import output_weights
 
 PRECISIONS = ("diagonal", "marginal")
 RANKINGS = ("global", "layer")
+_SCANNED, _MEASURED = 64, 16  # numbers of units that are tried for a loss of evidence: by the posterior, by the data
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +40,8 @@ class Pruning:
     """Which elements of a model's parameters stay. The model itself is as it was; `model()` gives a pruned copy.
 
     `masks` has True where an element stays, by parameter name `[*shape]`, for the parameters that could be pruned.
-    `threshold` is the largest score of a unit that goes. `joint_loss` is `½ θ_Sᵀ P_SS θ_S` over the elements that go,
-    the expected loss of `log p(D, θ)`; `evidence_loss` is what the evidence is expected to lose at most, negative
+    `threshold` is the largest score of a unit that goes. `joint_loss` is `½ θ_Sᵀ P_SS θ_S − g_Sᵀ θ_S` over the
+    elements that go, the expected loss of `log p(D, θ)`; `evidence_loss` is what the evidence is expected to lose at most, negative
     where the smaller model is the better one. Both are those of the Gaussian posterior; `measured_loss` looks.
     """
 
@@ -61,29 +65,40 @@ class Pruning:
         return _apply(self.masks, model)
 
     def model(self) -> nn.Module:
-        """A pruned copy of the model; the original is left as it is."""
-        return self.apply_(copy.deepcopy(self.la.model))
+        """A pruned copy of the model at the posterior's center; the original is left as it is."""
+        self.la._unchanged()
+        pruned = copy.deepcopy(self.la.model)
+        with torch.no_grad():
+            for name, value in self.la.posterior.mean.items():
+                pruned.get_parameter(name).copy_(value)
+        return self.apply_(pruned)
 
     def measured_loss(self, loader: Iterable[Any]) -> float:
         """What `log p(D, θ)` really loses where `joint_loss` is expected: one pass over the data of the fit."""
-        return _measured_loss(self.la, self.masks, loader)
+        return _measurement(self.la, loader)(self.masks)
 
     def fine_tune(self, loader: Iterable[Any], epochs: int = 10, lr: float = 1e-3) -> nn.Module:
         """Train a pruned copy on, with what was removed held at 0; returns the copy.
 
         Adam on `−T log p(D|θ) + ½ ‖θ − μ₀‖²_Π` per example, under the prior and noise of the posterior: after
         `tune_prior` those that the evidence chose. Parameters that are not Bayesian are trained without a prior.
+        Modules are in train or eval mode as in the model: batch norms in eval mode keep their statistics.
         """
         if epochs < 1:
             raise InputError(f"fine_tune needs at least 1 epoch, got {epochs}.")
         _check_reread(loader)
         tuned = self.model()
+        with torch.inference_mode(False), torch.enable_grad():
+            self._train(tuned, loader, epochs, lr)
+        return tuned
+
+    def _train(self, tuned: nn.Module, loader: Iterable[Any], epochs: int, lr: float) -> None:
         parameters = dict(tuned.named_parameters())
         optimizer = torch.optim.Adam([value for value in parameters.values() if value.requires_grad], lr=lr)
         posterior = self.la.posterior
         scale, examples = float(posterior.likelihood_scale), posterior.spectrum.curvature.examples
-        tuned.train()
-        for _ in bar(range(epochs), "fine-tune", self.la.progress):
+        for epoch in bar(range(epochs), "fine-tune", self.la.progress):
+            where = ""
             for where, inputs, targets in read(loader, self.la.device, self.la.unpack, "epoch", False):
                 outputs = read_output(tuned(*inputs.args, **inputs.kwargs), self.la.output)
                 check_targets(where, outputs, targets)
@@ -97,10 +112,9 @@ class Pruning:
                         gradient.masked_fill_(~mask.to(gradient.device), 0)
                 optimizer.step()
                 self.apply_(tuned)
-        for module, original in zip(tuned.modules(), self.la.model.modules(), strict=True):
-            module.training = original.training
+            if not where:
+                raise InputError(f"The loader of fine_tune is empty in epoch {epoch}: it yields no batch.")
         optimizer.zero_grad()
-        return tuned
 
     def __str__(self) -> str:
         rows = [("parameter", "kept", "of")]
@@ -143,14 +157,15 @@ def prune(
     Args:
         la: a fitted posterior; tune its prior first.
         sparsity: the fraction of elements to remove, at most, of those that can be pruned.
-        evidence_loss: instead of it, the nats of evidence that may be lost, at least 0.
+        evidence_loss: instead of it, the nats of evidence that may be lost, at least 0: the most units go whose loss is
+            within it, as far as a scan over their number sees.
         units: "weight", "output" (neurons and filters: the row of a weight and its bias; those of the layers that make
             the model's outputs stay), or "input" (what a layer reads: features and channels).
         precision: "diagonal" or "marginal", see `scores`.
         ranking: "global", or "layer" to take the same fraction of each.
         only: names or globs of the parameters to prune. The default leaves out biases, norms and single parameters.
-        loader: the data of the fit. With it, `evidence_loss` counts what `log p(D, θ)` loses in fact, by a dozen or two
-            passes over the data, where otherwise the Gaussian posterior says what it should.
+        loader: the data of the fit. With it, `evidence_loss` counts what `log p(D, θ)` loses in fact, by up to
+            some thirty passes over the data, where otherwise the Gaussian posterior says what it should.
     """
     choose(ranking, RANKINGS, "ranking")
     if (sparsity is None) == (evidence_loss is None):
@@ -167,25 +182,26 @@ def prune(
         _check_reread(loader)
     if sparsity is None and ranking == "layer":
         raise InputError("ranking='layer' belongs to sparsity=...; a loss of evidence is that of all layers together.")
+    la = la.at()  # as it is now, whatever is tuned later
     groups = prunable(la, units, only, loader)
     score, spared = groups.total(scores(la, precision)), groups.total(_spared(la))
     order = score.argsort(stable=True)
 
+    joint = partial(_joint_loss, la) if loader is None else _measurement(la, loader)
+
     def loss(count: int) -> float:
         """Of the evidence, without the `count` smallest scores."""
-        masks = groups.masks(_all_but(order[:count], groups.count))
-        joint = _joint_loss(la, masks) if loader is None else _measured_loss(la, masks, loader)
-        return joint - float(spared[order[:count]].sum())
+        return joint(groups.masks(_all_but(order[:count], groups.count))) - float(spared[order[:count]].sum())
 
     if sparsity is not None:
         gone = smallest(score, groups, sparsity, ranking)
     else:
         assert evidence_loss is not None
-        gone = order[: _largest(loss, evidence_loss, groups.count)]
+        gone = order[: _largest(loss, evidence_loss, groups.count, _SCANNED if loader is None else _MEASURED)]
     masks = groups.masks(_all_but(gone, groups.count))
     _warn_of_empty_layers(masks, ranking)
-    threshold, joint = float(score[gone].max()) if gone.numel() else 0.0, _joint_loss(la, masks)
-    return Pruning(la, masks, units, threshold, joint, joint - float(spared[gone].sum()))
+    threshold, expected = float(score[gone].max()) if gone.numel() else 0.0, _joint_loss(la, masks)
+    return Pruning(la, masks, units, threshold, expected, expected - float(spared[gone].sum()))
 
 
 def prunable(
@@ -210,9 +226,19 @@ def _all_but(gone: Tensor, count: int) -> Tensor:
     return torch.ones(count, dtype=torch.bool, device=gone.device).index_fill(0, gone, False)
 
 
-def _largest(loss: Callable[[int], float], budget: float, count: int) -> int:
-    """The number up to `count` at which the loss crosses the budget, by bisection; it starts at 0."""
+def _largest(loss: Callable[[int], float], budget: float, count: int, points: int) -> int:
+    """The largest number up to `count` at which the loss is within the budget; at 0 nothing is lost.
+
+    The loss need not rise all the way: so many numbers are tried from the top, and below the last that is too much,
+    down to the first that is not, bisection finds where the loss crosses the budget.
+    """
+    tried = sorted({round(count * part / points) for part in range(1, points + 1)} - {0})
     low, high = 0, count + 1
+    for number in reversed(tried):
+        if loss(number) <= budget:
+            low = number
+            break
+        high = number
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if loss(middle) <= budget else (low, middle)
@@ -225,50 +251,66 @@ def _marginal_precisions(la: Laplace) -> dict[str, Tensor]:
 
 
 def _joint_loss(la: Laplace, masks: dict[str, Tensor]) -> float:
-    """`½ δᵀ P δ` of the step δ that sets what goes to 0."""
+    """`gᵀδ + ½ δᵀ P δ` of the step δ that sets what goes to 0, with g the slope at the center."""
     posterior = la.posterior
     step = {
         name: torch.zeros_like(value, dtype=torch.float64)
         if name not in masks
-        else value.double().masked_fill(masks[name], 0)
+        else value.double().masked_fill(masks[name], 0).neg()
         for name, value in posterior.mean.items()
     }
     prior = torch.stack([(posterior.precisions[name] * value.square()).sum() for name, value in step.items()]).sum()
     total = posterior.likelihood_scale * posterior.step_curvature(step) + posterior.prior_scale * prior
-    return float(0.5 * total.detach())
+    slope = torch.stack([(posterior.slope[name] * value).sum() for name, value in step.items()]).sum()
+    return float((slope + 0.5 * total).detach())
 
 
 def _spared(la: Laplace) -> dict[str, Tensor]:
-    """What a model without an element need not pay, at least: `½ log(1/(Σ_ii Π_ii))`, and for the prior's mean."""
+    """What a model without an element need not pay, at least: `½ log(1/Σ_ii)` and the prior's normalizer and mean."""
     posterior, found = la.posterior, {}
+    scale = posterior.prior_scale.detach()
     for name, value in _marginal_precisions(la).items():
-        prior = (posterior.prior_scale * posterior.precisions[name]).detach()
-        found[name] = 0.5 * ((value / prior).log() + prior * posterior.means[name].square())
+        precision, circle = posterior.precisions[name].detach(), math.log(2 * math.pi)
+        normalizer = scale * (precision.log() - circle) + circle
+        found[name] = 0.5 * (value.log() - normalizer + scale * precision * posterior.means[name].square())
     return found
 
 
-def _measured_loss(la: Laplace, masks: dict[str, Tensor], loader: Iterable[Any]) -> float:
-    """`log p(D, θ)` of the network less that of the pruned one."""
-    la._unchanged()
-    pruned = _apply(masks, copy.deepcopy(la.model))
-    after = Statistics()
-    with borrowed(pruned, ()), torch.no_grad():
+def _measurement(la: Laplace, loader: Iterable[Any]) -> Callable[[dict[str, Tensor]], float]:
+    """What `log p(D, θ)` at the center loses by masks: a pass over the data for each."""
+    state, mean = la._unchanged(), la.posterior.mean
+    fitted = all(torch.equal(value, state.tape.parameters[name]) for name, value in mean.items())
+    before = _log_joint(la, mean, la.curvature.statistics if fitted else _statistics(la, mean, loader))
+
+    def loss(masks: dict[str, Tensor]) -> float:
+        pruned = {name: value * masks[name] if name in masks else value for name, value in mean.items()}
+        return before - _log_joint(la, pruned, _statistics(la, pruned, loader))
+
+    return loss
+
+
+def _log_joint(la: Laplace, weights: dict[str, Tensor], statistics: Statistics) -> float:
+    """`T log p(D|θ) − ½ ‖θ − μ₀‖²_Π`."""
+    fit = statistics.log_likelihood_at(la.posterior.noise.detach())
+    return la.temperature * float(fit) - float(_penalty(la.posterior, weights))
+
+
+def _statistics(la: Laplace, weights: dict[str, Tensor], loader: Iterable[Any]) -> Statistics:
+    """Those of the network with these weights: one pass over the data of the fit."""
+    found, tape = Statistics(), la._unchanged().tape
+    with random_state_kept(), borrowed(la.model, ()), torch.no_grad():
         for where, inputs, targets in read(loader, la.device, la.unpack, "measure", la.progress):
-            outputs = read_output(pruned(*inputs.args, **inputs.kwargs), la.output)
+            outputs = tape.forward(weights, inputs)
             check_targets(where, outputs, targets)
             la.likelihood.check(outputs, targets, where)
-            after += la.likelihood.statistics(outputs, targets)
-    before = la.curvature.statistics
-    if abs(after.examples - before.examples) > 1e-6 * before.examples:
+            found += la.likelihood.statistics(outputs, targets)
+    examples = la.curvature.examples
+    if abs(found.examples - examples) > 1e-6 * examples:
         raise InputError(
-            f"To measure the loss takes the data of the fit: that saw {before.examples:g} examples, the loader shows "
-            f"{after.examples:g}."
+            f"To measure the loss takes the data of the fit: that saw {examples:g} examples, the loader shows "
+            f"{found.examples:g}."
         )
-    noise = la.posterior.noise.detach()
-    with torch.no_grad():
-        penalties = [_penalty(la.posterior, dict(model.named_parameters())) for model in (la.model, pruned)]
-    fit = float(before.log_likelihood_at(noise) - after.log_likelihood_at(noise))
-    return la.temperature * fit + float(penalties[1] - penalties[0])
+    return found
 
 
 def _check_reread(loader: Iterable[Any]) -> None:
@@ -313,7 +355,7 @@ def _warn_of_empty_layers(masks: dict[str, Tensor], ranking: str) -> None:
         )
 
 
-def _penalty(posterior: Posterior, parameters: dict[str, nn.Parameter]) -> Tensor:
+def _penalty(posterior: Posterior, parameters: Mapping[str, Tensor]) -> Tensor:
     """`½ ‖θ − μ₀‖²_Π` of the Bayesian parameters, 0-d; differentiable in them."""
     terms = [
         (precision.detach() * (parameters[name] - posterior.means[name]).square()).sum()
