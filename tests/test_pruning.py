@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -392,6 +394,86 @@ def test_a_budget_of_evidence() -> None:
         assert prune(la, evidence_loss=1e9).sparsity == 1
 
 
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_budget_is_met_by_the_most_units_where_losses_fall_again(measured: bool) -> None:
+    """Small weights halfway to their best values cost; larger ones of features that are always 0 spare; then the rest."""
+    torch.manual_seed(0)
+    x = torch.zeros(40, 15, dtype=torch.float64)
+    x[:, :7] = 10 * torch.linalg.qr(torch.randn(40, 7, dtype=torch.float64))[0]
+    weights = torch.tensor([5 * [0.22] + 2 * [5.0] + 8 * [3.2]], dtype=torch.float64)
+    best = weights * torch.tensor(5 * [2.0] + 10 * [1.0], dtype=torch.float64)
+    y = x @ best.T
+    model = nn.Linear(15, 1, bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(weights)
+    la = Laplace(model, Gaussian(1.0), "diag", prior=1.0).fit([(x, y)])
+    losses = [prune(la, count / 15).evidence_loss for count in range(15)]
+    assert max(losses[1:6]) > 20  # at 5 units
+    assert losses[13] < 0 < losses[14]
+    for budget, expected in ((0.0, 13), (10.0, 13), (1.01 * losses[14], 14)):
+        found = prune(la, evidence_loss=budget, loader=[(x, y)] if measured else None)
+        assert int((~found.masks["weight"]).sum()) == expected
+
+
+def test_a_measured_budget_looks_at_the_data() -> None:
+    """A network in which everything interacts: what the quadratic model allows is not what the data allow."""
+    x, y = networks.inputs("mlp", 8), networks.targets("regression", 8)
+    model = networks.make("mlp")
+    y = model(x).detach() + 0.1 * y
+    la = Laplace(model, Gaussian(0.005), "full", prior=0.1).fit([(x, y)])
+
+    def loss(found: Pruning) -> float:
+        return found.evidence_loss - found.joint_loss + found.measured_loss([(x, y)])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PruningWarning)
+        losses = [loss(prune(la, count / 24)) for count in range(24)]
+    for budget in (7.5, 15.0, 30.0):
+        found = prune(la, evidence_loss=budget, loader=[(x, y)])
+        assert loss(found) <= budget
+        number = round(24 * found.sparsity)
+        assert losses[number] == pytest.approx(loss(found))
+        assert losses[number + 1] > budget
+        assert prune(la, evidence_loss=budget).sparsity != found.sparsity
+
+
+@pytest.mark.parametrize("center", ["newton", "linear"])
+def test_centers_other_than_the_network_are_measured_and_copied(center: str) -> None:
+    """`log p(D, θ)` of the network at θ* against that with some of θ* at 0, by hand."""
+    x, y = networks.inputs("mlp", 8), networks.targets("classification", 8)
+    la = fitted("full", prior=2.0)
+    if center == "linear":
+        la.find_mode([(x, y)], tolerance=1e-8)
+    la = la.at(center=center)
+    found = prune(la, 0.5)
+    joints = []
+    for kept in (False, True):
+        model = copy.deepcopy(la.model)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                mask = found.masks.get(name, torch.ones_like(parameter)) if kept else torch.ones_like(parameter)
+                parameter.copy_(la.posterior.mean[name] * mask)
+            squares = sum(float(p.square().sum()) for p in model.parameters())
+            joints.append(float(-nn.functional.cross_entropy(model(x), y, reduction="sum")) - squares)
+    assert found.measured_loss([(x, y)]) == pytest.approx(joints[0] - joints[1], rel=1e-9)
+    for (name, left), right in zip(found.model().named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(left, right), name
+
+
+def test_tuning_afterwards_changes_nothing_and_a_changed_model_is_refused() -> None:
+    x, y = networks.inputs("mlp", 8), networks.targets("classification", 8)
+    la = fitted()
+    found = prune(la, 0.5)
+    before = found.measured_loss([(x, y)])
+    la.tune_prior()
+    assert found.measured_loss([(x, y)]) == before
+    with torch.no_grad():
+        la.model.get_parameter("0.weight").add_(1)
+    for call in (found.model, lambda: found.fine_tune([(x, y)]), lambda: prune(la, 0.5)):
+        with pytest.raises(InputError, match="changed since the fit"):
+            call()
+
+
 def test_the_quadratic_model_holds_for_a_trained_network() -> None:
     """Few weights go: what `log p(D, θ)` loses is what was expected, and less than a random choice costs."""
     torch.manual_seed(0)
@@ -470,6 +552,20 @@ def test_fine_tuning_descends_with_the_masks_held() -> None:
     for (name, _), gradient in zip(tuned.named_parameters(), gradients, strict=True):
         free = gradient[found.masks[name]] if name in found.masks else gradient
         assert float(free.abs().max()) < 1e-3
+
+
+def test_fine_tuning_leaves_modes_as_they_are() -> None:
+    """Batch norms that are in eval mode keep their statistics; gradients are on whatever surrounds the call."""
+    x, y = networks.inputs("batchnorm", 8), networks.targets("classification", 8)
+    model = networks.make("batchnorm").eval()
+    found = prune(Laplace(model, "classification").fit([(x, y)]), 0.3)
+    with torch.no_grad():
+        tuned = found.fine_tune([(x, y)], epochs=3)
+    assert not any(module.training for module in tuned.modules())
+    assert torch.equal(tuned.get_buffer("norm.running_mean"), model.get_buffer("norm.running_mean"))
+    assert not torch.equal(tuned.get_parameter("head.bias"), model.get_parameter("head.bias"))
+    with pytest.raises(InputError, match="loader of fine_tune is empty"):
+        found.fine_tune([])
 
 
 def test_noise_enters_fine_tuning() -> None:
