@@ -14,6 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -163,10 +164,13 @@ def prune(
             the model's outputs stay), or "input" (what a layer reads: features and channels).
         precision: "diagonal" or "marginal", see `scores`.
         ranking: "global", or "layer" to take the same fraction of each.
-        only: names or globs of the parameters to prune. The default leaves out biases, norms and single parameters.
+        only: names or globs of the parameters to prune, of weights where units are rows or columns. The default is
+            all matrices: it leaves out biases and norms.
         loader: the data of the fit. With it, `evidence_loss` counts what `log p(D, θ)` loses in fact, by up to
             some thirty passes over the data, where otherwise the Gaussian posterior says what it should.
     """
+    if not isinstance(la, Laplace):
+        raise InputError(f"prune needs a fitted Laplace, got {type(la).__name__}: prune(Laplace(model, ...).fit(loader)).")
     choose(ranking, RANKINGS, "ranking")
     if (sparsity is None) == (evidence_loss is None):
         raise InputError("prune needs either sparsity=... or evidence_loss=..., one of the two.")
@@ -186,7 +190,6 @@ def prune(
     groups = prunable(la, units, only, loader)
     score, spared = groups.total(scores(la, precision)), groups.total(_spared(la))
     order = score.argsort(stable=True)
-
     joint = partial(_joint_loss, la) if loader is None else _measurement(la, loader)
 
     def loss(count: int) -> float:
@@ -200,6 +203,13 @@ def prune(
         gone = order[: _largest(loss, evidence_loss, groups.count, _SCANNED if loader is None else _MEASURED)]
     masks = groups.masks(_all_but(gone, groups.count))
     _warn_of_empty_layers(masks, ranking)
+    if sparsity and not gone.numel():
+        warnings.warn(
+            f"Nothing is removed: the first unit to go is more than {sparsity:.3g} of the "
+            f"{int(groups.sizes().sum())} elements that can be pruned. Prune more, or smaller units.",
+            PruningWarning,
+            stacklevel=2,
+        )
     threshold, expected = float(score[gone].max()) if gone.numel() else 0.0, _joint_loss(la, masks)
     return Pruning(la, masks, units, threshold, expected, expected - float(spared[gone].sum()))
 
@@ -218,7 +228,22 @@ def prunable(
             )
         outputs = output_weights(la.model, inputs, la.output)
     layers = [layer for block in la.curvature.blocks for layer in block.layers]
-    return units_of(layers, units, only, la.device, outputs)
+    return units_of(layers, units, _first_names(la.model, only), la.device, outputs)
+
+
+def _first_names(model: nn.Module, only: str | Sequence[str] | None) -> list[str] | None:
+    """The patterns, and for each the first names of tied parameters that it calls by another."""
+    if only is None:
+        return None
+    patterns = [only] if isinstance(only, str) else list(only)
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    aliases = [(name, first[id(value)]) for name, value in model.named_parameters(remove_duplicate=False)]
+    found: list[str] = []
+    for pattern in patterns:
+        tied = [name for alias, name in aliases if alias != name and fnmatchcase(alias, pattern)]
+        direct = any(fnmatchcase(name, pattern) for name in first.values())
+        found += tied if tied and not direct else [pattern, *tied]
+    return found
 
 
 def _all_but(gone: Tensor, count: int) -> Tensor:
@@ -340,7 +365,7 @@ def smallest(score: Tensor, groups: Units, sparsity: float, ranking: str) -> Ten
         members = part.nonzero()[:, 0]
         order = members[score[members].argsort(stable=True)]
         removed = sizes[order].cumsum(0)
-        gone.append(order[removed <= round(sparsity * float(removed[-1]))])
+        gone.append(order[removed <= sparsity * float(removed[-1]) + 1e-6])  # elements are whole: the rest is rounding
     return torch.cat(gone)
 
 

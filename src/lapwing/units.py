@@ -58,13 +58,15 @@ def units_of(
 ) -> Units:
     """The units of layers with a weight matrix, filters included, or of the parameters that `only` names.
 
-    By default those of kind "weight" leave out biases, and those of kind "output" the layers whose weight is one of
+    By default those of kind "weight" leave out biases and what else is no matrix, and those of kind "output" the layers whose weight is one of
     `outputs`: their units are the model's outputs.
     """
     choose(kind, UNITS, "units")
-    chosen = [layer for layer in layers if layer.shape is not None and (kind == "weight" or layer.form == "pair")]
+    chosen = [layer for layer in layers if kind == "weight" or (layer.shape is not None and layer.form == "pair")]
     if only is not None:
-        chosen = _named(layers if kind == "weight" else chosen, only)
+        chosen = _named(chosen, kind, only)
+    elif kind == "weight":
+        chosen = [layer for layer in chosen if _matrices(layer)]
     elif kind == "output":
         chosen = [layer for layer in chosen if layer.parameters[0] not in outputs]
     if not chosen:
@@ -75,6 +77,8 @@ def units_of(
     for place, layer in enumerate(chosen):
         found, count = _elements(layer, only) if kind == "weight" else _parts(layer, kind)
         for name, local in found.items():
+            if bool((local == _KEPT).all()):  # the bias of a layer whose inputs go
+                continue
             numbers[name] = torch.where(local == _KEPT, _KEPT, local + start).to(device)
         owners.append(torch.full((count,), place, device=device))
         start += count
@@ -82,12 +86,20 @@ def units_of(
 
 
 def _elements(layer: Layer, only: str | Sequence[str] | None) -> tuple[dict[str, Tensor], int]:
-    """Every element of the layer's weight, or of the parameters that `only` names, as a unit of its own."""
+    """Every element of the layer's matrices, or of the parameters that `only` names, as a unit of its own."""
     sizes = dict(zip(layer.parameters, layer.sizes, strict=True))
-    names = layer.parameters[:1] if only is None else [name for name in sizes if _matches(name, only)]
+    names = _matrices(layer) if only is None else [name for name in sizes if _matches(name, only)]
     flat = torch.arange(sum(sizes[name].numel() for name in names)).split([sizes[name].numel() for name in names])
     parts = zip(names, flat, strict=True)
     return {name: part.reshape(sizes[name]) for name, part in parts}, sum(part.numel() for part in flat)
+
+
+def _matrices(layer: Layer) -> list[str]:
+    """The weight of a layer with a Kronecker form; of others (recurrent, normalized weights) what has two dimensions."""
+    if layer.shape is not None:
+        return [layer.parameters[0]]
+    sizes = zip(layer.parameters, layer.sizes, strict=True)
+    return [name for name, size in sizes if sum(length > 1 for length in size) > 1]
 
 
 def _parts(layer: Layer, kind: str) -> tuple[dict[str, Tensor], int]:
@@ -105,12 +117,15 @@ def _parts(layer: Layer, kind: str) -> tuple[dict[str, Tensor], int]:
     return layer.unpack(columns.unsqueeze(1).expand(groups, outputs, inputs).flatten()), groups * channels
 
 
-def _named(layers: Sequence[Layer], only: str | Sequence[str]) -> list[Layer]:
-    names = [name for layer in layers for name in layer.parameters]
+def _named(layers: Sequence[Layer], kind: str, only: str | Sequence[str]) -> list[Layer]:
+    """The layers that `only` names: by any parameter, or where units are rows or columns by the weight."""
+    names = {layer.name: layer.parameters if kind == "weight" else layer.parameters[:1] for layer in layers}
+    known = [name for parameters in names.values() for name in parameters]
     for pattern in [only] if isinstance(only, str) else only:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise InputError(f"only={pattern!r} matches none of the parameters that can be pruned: {', '.join(names)}.")
-    return [layer for layer in layers if any(_matches(name, only) for name in layer.parameters)]
+        if not any(fnmatchcase(name, pattern) for name in known):
+            what = "parameters" if kind == "weight" else f"weights with units of kind {kind!r}"
+            raise InputError(f"only={pattern!r} matches none of the {what} that can be pruned: {', '.join(known)}.")
+    return [layer for layer in layers if any(_matches(name, only) for name in names[layer.name])]
 
 
 def _matches(name: str, only: str | Sequence[str]) -> bool:
