@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -630,6 +629,24 @@ def test_matrices_without_kronecker_form_are_pruned_too(make: Any, network: str,
     assert float(values[kept].min()) > float(values[~kept].max())
 
 
+def test_a_loss_is_measured_without_a_copy() -> None:
+    """A weight norm by hooks, which no copy can be made of after a forward pass."""
+    torch.manual_seed(0)
+    x, y = networks.inputs("mlp", 8), networks.targets("classification", 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        body = nn.utils.weight_norm(nn.Linear(3, 4))
+    model = nn.Sequential(body, nn.Tanh(), nn.Linear(4, 3)).double()
+    found = prune(Laplace(model, "classification", prior=0.5).fit([(x, y)]), 0.3)
+    joints = []
+    for masks in ({}, found.masks):
+        weights = {n: p.detach() * masks.get(n, torch.ones_like(p)) for n, p in model.named_parameters()}
+        with torch.no_grad():
+            fit = nn.functional.cross_entropy(torch.func.functional_call(model, weights, x), y, reduction="sum")
+        joints.append(-float(fit) - 0.25 * sum(float(value.square().sum()) for value in weights.values()))
+    assert found.measured_loss([(x, y)]) == pytest.approx(joints[0] - joints[1], rel=1e-9)
+
+
 def test_only_names_weights_of_units_and_tied_weights_by_any_name() -> None:
     la = fitted()
     with pytest.raises(InputError, match=r"only='0.bias' matches none of the weights with units of kind 'output'"):
@@ -647,7 +664,9 @@ def test_sparsity_is_never_exceeded() -> None:
     la = Laplace(nn.Linear(5, 1, bias=False).double(), "regression").fit([(x, y)])
     assert prune(la, 0.7).sparsity == pytest.approx(0.6)
     assert prune(la, 3 / 5).sparsity == pytest.approx(0.6)
-    with pytest.warns(PruningWarning, match="Nothing is removed: the first unit to go is more than 0.1 of the 5 elements"):
+    with pytest.warns(
+        PruningWarning, match="Nothing is removed: the first unit to go is more than 0.1 of the 5 elements"
+    ):
         assert prune(la, 0.1).sparsity == 0
     with pytest.raises(InputError, match="needs a fitted Laplace, got Linear"):
         prune(la.model, 0.5)  # type: ignore[arg-type]

@@ -114,5 +114,5 @@ def _checked(members: Sequence[Laplace]) -> list[Laplace]:
 
 
 def _family(la: Laplace) -> dict[str, Any]:
-    """What the likelihood says but for the noise, of which each member may have its own, and how it counts dimensions."""
+    """What the likelihood says but for the noise, which may be the member's own, and how it counts dimensions."""
     return {key: value for key, value in la.likelihood.config().items() if key not in ("noise", "ratios", "dim")}

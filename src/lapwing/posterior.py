@@ -214,7 +214,9 @@ class Posterior:
 
     def _slope(self) -> dict[str, Tensor]:
         """Gradient of the negative log posterior at θ̃."""
-        return self._descent(self.spectrum.curvature.gradient, {name: self.weights[name].double() for name in self.sizes})
+        return self._descent(
+            self.spectrum.curvature.gradient, {name: self.weights[name].double() for name in self.sizes}
+        )
 
     def _descent(self, gradient: dict[str, Tensor], point: dict[str, Tensor]) -> dict[str, Tensor]:
         """`Π(θ − μ₀) − T∇/σ²` at a point where the log-likelihood has this gradient."""
@@ -227,8 +229,9 @@ class Posterior:
 
     @cached_property
     def slope(self) -> dict[str, Tensor]:
-        """Gradient of the negative log posterior at the center, by parameter name, float64: the network's, at the linear
-        model's mode that of the linear model (0 unless the prior moved on), at the Newton center 0.
+        """Gradient of the negative log posterior at the center, by parameter name, float64.
+
+        That of the network; at the linear model's mode its own (0 unless the prior moved on); at the Newton center 0.
         """
         if self.center == "network":
             return self._slope()

@@ -1,20 +1,18 @@
 """Pruning by the posterior: Occam's razor for weights (Dhahri et al. 2024).
 
 Around its mode the log posterior is `−½ (θ − θ*)ᵀ P (θ − θ*)`, so that setting weight i to 0 costs about `½ P_ii θ_i²`
-nats of `log p(D, θ)`, and setting those in S to 0 `½ θ_Sᵀ P_SS θ_S`; elsewhere, `−g_Sᵀ θ_S` more with the slope g of the
-negative log posterior. The evidence loses less, because a model without them need not pay for them: with Σ = P⁻¹, it is
-spared `½ log det(Σ_SS⁻¹ Π_SS⁻¹)`, which is at least `½ Σ_i log(1/(Σ_ii Π_ii))` (Hadamard's inequality) and never
+nats of `log p(D, θ)`, and setting those in S to 0 `½ θ_Sᵀ P_SS θ_S`; elsewhere, `−g_Sᵀ θ_S` more with the slope g of
+the negative log posterior. The evidence loses less, because a model without them need not pay for them. With Σ = P⁻¹
+it is spared `½ log det(Σ_SS⁻¹ Π_SS⁻¹)`, which is at least `½ Σ_i log(1/(Σ_ii Π_ii))` (Hadamard's inequality) and never
 negative. (Where the prior is tempered as well, its normalizers are, too.)
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -23,12 +21,10 @@ from torch import Tensor, nn
 
 from lapwing.batches import check_targets, read, read_output
 from lapwing.errors import InputError, PruningWarning, choose
-from lapwing.guard import borrowed, random_state_kept
 from lapwing.laplace import Laplace
-from lapwing.likelihoods import Statistics
-from lapwing.posterior import Posterior
 from lapwing.progress import bar
-from lapwing.units import Units, units_of
+from lapwing.removal import joint_loss, marginal_precisions, measurement, penalty, spared
+from lapwing.units import Units, first_names, units_of
 from lapwing.weights import output_weights
 
 PRECISIONS = ("diagonal", "marginal")
@@ -42,8 +38,9 @@ class Pruning:
 
     `masks` has True where an element stays, by parameter name `[*shape]`, for the parameters that could be pruned.
     `threshold` is the largest score of a unit that goes. `joint_loss` is `½ θ_Sᵀ P_SS θ_S − g_Sᵀ θ_S` over the
-    elements that go, the expected loss of `log p(D, θ)`; `evidence_loss` is what the evidence is expected to lose at most, negative
-    where the smaller model is the better one. Both are those of the Gaussian posterior; `measured_loss` looks.
+    elements that go, the expected loss of `log p(D, θ)`; `evidence_loss` is what the evidence is expected to lose at
+    most, negative where the smaller model is the better one. Both are those of the Gaussian posterior;
+    `measured_loss` looks.
     """
 
     la: Laplace = field(repr=False)
@@ -76,7 +73,7 @@ class Pruning:
 
     def measured_loss(self, loader: Iterable[Any]) -> float:
         """What `log p(D, θ)` really loses where `joint_loss` is expected: one pass over the data of the fit."""
-        return _measurement(self.la, loader)(self.masks)
+        return measurement(self.la, loader)(self.masks)
 
     def fine_tune(self, loader: Iterable[Any], epochs: int = 10, lr: float = 1e-3) -> nn.Module:
         """Train a pruned copy on, with what was removed held at 0; returns the copy.
@@ -106,7 +103,7 @@ class Pruning:
                 self.la.likelihood.check(outputs, targets, where)
                 fit = self.la.likelihood.log_prob(outputs, targets).mean()
                 optimizer.zero_grad()
-                (_penalty(posterior, parameters) / examples - scale * fit).backward()
+                (penalty(posterior, parameters) / examples - scale * fit).backward()
                 for name, mask in self.masks.items():
                     gradient = parameters[name].grad
                     if gradient is not None:
@@ -139,7 +136,7 @@ def scores(la: Laplace, precision: str = "diagonal") -> dict[str, Tensor]:
     """
     choose(precision, PRECISIONS, "precision")
     posterior = la.posterior
-    found = posterior.precision_diagonal() if precision == "diagonal" else _marginal_precisions(la)
+    found = posterior.precision_diagonal() if precision == "diagonal" else marginal_precisions(la)
     return {name: value.detach() * posterior.mean[name].double().square() for name, value in found.items()}
 
 
@@ -170,7 +167,9 @@ def prune(
             some thirty passes over the data, where otherwise the Gaussian posterior says what it should.
     """
     if not isinstance(la, Laplace):
-        raise InputError(f"prune needs a fitted Laplace, got {type(la).__name__}: prune(Laplace(model, ...).fit(loader)).")
+        raise InputError(
+            f"prune needs a fitted Laplace, got {type(la).__name__}: prune(Laplace(model, ...).fit(loader))."
+        )
     choose(ranking, RANKINGS, "ranking")
     if (sparsity is None) == (evidence_loss is None):
         raise InputError("prune needs either sparsity=... or evidence_loss=..., one of the two.")
@@ -188,13 +187,13 @@ def prune(
         raise InputError("ranking='layer' belongs to sparsity=...; a loss of evidence is that of all layers together.")
     la = la.at()  # as it is now, whatever is tuned later
     groups = prunable(la, units, only, loader)
-    score, spared = groups.total(scores(la, precision)), groups.total(_spared(la))
+    score, gains = groups.total(scores(la, precision)), groups.total(spared(la))
     order = score.argsort(stable=True)
-    joint = partial(_joint_loss, la) if loader is None else _measurement(la, loader)
+    joint = partial(joint_loss, la) if loader is None else measurement(la, loader)
 
     def loss(count: int) -> float:
         """Of the evidence, without the `count` smallest scores."""
-        return joint(groups.masks(_all_but(order[:count], groups.count))) - float(spared[order[:count]].sum())
+        return joint(groups.masks(_all_but(order[:count], groups.count))) - float(gains[order[:count]].sum())
 
     if sparsity is not None:
         gone = smallest(score, groups, sparsity, ranking)
@@ -210,8 +209,8 @@ def prune(
             PruningWarning,
             stacklevel=2,
         )
-    threshold, expected = float(score[gone].max()) if gone.numel() else 0.0, _joint_loss(la, masks)
-    return Pruning(la, masks, units, threshold, expected, expected - float(spared[gone].sum()))
+    threshold, expected = float(score[gone].max()) if gone.numel() else 0.0, joint_loss(la, masks)
+    return Pruning(la, masks, units, threshold, expected, expected - float(gains[gone].sum()))
 
 
 def prunable(
@@ -228,22 +227,7 @@ def prunable(
             )
         outputs = output_weights(la.model, inputs, la.output)
     layers = [layer for block in la.curvature.blocks for layer in block.layers]
-    return units_of(layers, units, _first_names(la.model, only), la.device, outputs)
-
-
-def _first_names(model: nn.Module, only: str | Sequence[str] | None) -> list[str] | None:
-    """The patterns, and for each the first names of tied parameters that it calls by another."""
-    if only is None:
-        return None
-    patterns = [only] if isinstance(only, str) else list(only)
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    aliases = [(name, first[id(value)]) for name, value in model.named_parameters(remove_duplicate=False)]
-    found: list[str] = []
-    for pattern in patterns:
-        tied = [name for alias, name in aliases if alias != name and fnmatchcase(alias, pattern)]
-        direct = any(fnmatchcase(name, pattern) for name in first.values())
-        found += tied if tied and not direct else [pattern, *tied]
-    return found
+    return units_of(layers, units, first_names(la.model, only), la.device, outputs)
 
 
 def _all_but(gone: Tensor, count: int) -> Tensor:
@@ -268,74 +252,6 @@ def _largest(loss: Callable[[int], float], budget: float, count: int, points: in
         middle = (low + high) // 2
         low, high = (middle, high) if loss(middle) <= budget else (low, middle)
     return low
-
-
-def _marginal_precisions(la: Laplace) -> dict[str, Tensor]:
-    """`1/(P⁻¹)_ii` by parameter name, float64."""
-    return {name: value.detach().reciprocal() for name, value in la.posterior.covariance_diagonal().items()}
-
-
-def _joint_loss(la: Laplace, masks: dict[str, Tensor]) -> float:
-    """`gᵀδ + ½ δᵀ P δ` of the step δ that sets what goes to 0, with g the slope at the center."""
-    posterior = la.posterior
-    step = {
-        name: torch.zeros_like(value, dtype=torch.float64)
-        if name not in masks
-        else value.double().masked_fill(masks[name], 0).neg()
-        for name, value in posterior.mean.items()
-    }
-    prior = torch.stack([(posterior.precisions[name] * value.square()).sum() for name, value in step.items()]).sum()
-    total = posterior.likelihood_scale * posterior.step_curvature(step) + posterior.prior_scale * prior
-    slope = torch.stack([(posterior.slope[name] * value).sum() for name, value in step.items()]).sum()
-    return float((slope + 0.5 * total).detach())
-
-
-def _spared(la: Laplace) -> dict[str, Tensor]:
-    """What a model without an element need not pay, at least: `½ log(1/Σ_ii)` and the prior's normalizer and mean."""
-    posterior, found = la.posterior, {}
-    scale = posterior.prior_scale.detach()
-    for name, value in _marginal_precisions(la).items():
-        precision, circle = posterior.precisions[name].detach(), math.log(2 * math.pi)
-        normalizer = scale * (precision.log() - circle) + circle
-        found[name] = 0.5 * (value.log() - normalizer + scale * precision * posterior.means[name].square())
-    return found
-
-
-def _measurement(la: Laplace, loader: Iterable[Any]) -> Callable[[dict[str, Tensor]], float]:
-    """What `log p(D, θ)` at the center loses by masks: a pass over the data for each."""
-    state, mean = la._unchanged(), la.posterior.mean
-    fitted = all(torch.equal(value, state.tape.parameters[name]) for name, value in mean.items())
-    before = _log_joint(la, mean, la.curvature.statistics if fitted else _statistics(la, mean, loader))
-
-    def loss(masks: dict[str, Tensor]) -> float:
-        pruned = {name: value * masks[name] if name in masks else value for name, value in mean.items()}
-        return before - _log_joint(la, pruned, _statistics(la, pruned, loader))
-
-    return loss
-
-
-def _log_joint(la: Laplace, weights: dict[str, Tensor], statistics: Statistics) -> float:
-    """`T log p(D|θ) − ½ ‖θ − μ₀‖²_Π`."""
-    fit = statistics.log_likelihood_at(la.posterior.noise.detach())
-    return la.temperature * float(fit) - float(_penalty(la.posterior, weights))
-
-
-def _statistics(la: Laplace, weights: dict[str, Tensor], loader: Iterable[Any]) -> Statistics:
-    """Those of the network with these weights: one pass over the data of the fit."""
-    found, tape = Statistics(), la._unchanged().tape
-    with random_state_kept(), borrowed(la.model, ()), torch.no_grad():
-        for where, inputs, targets in read(loader, la.device, la.unpack, "measure", la.progress):
-            outputs = tape.forward(weights, inputs)
-            check_targets(where, outputs, targets)
-            la.likelihood.check(outputs, targets, where)
-            found += la.likelihood.statistics(outputs, targets)
-    examples = la.curvature.examples
-    if abs(found.examples - examples) > 1e-6 * examples:
-        raise InputError(
-            f"To measure the loss takes the data of the fit: that saw {examples:g} examples, the loader shows "
-            f"{found.examples:g}."
-        )
-    return found
 
 
 def _check_reread(loader: Iterable[Any]) -> None:
@@ -378,12 +294,3 @@ def _warn_of_empty_layers(masks: dict[str, Tensor], ranking: str) -> None:
             PruningWarning,
             stacklevel=3,
         )
-
-
-def _penalty(posterior: Posterior, parameters: Mapping[str, Tensor]) -> Tensor:
-    """`½ ‖θ − μ₀‖²_Π` of the Bayesian parameters, 0-d; differentiable in them."""
-    terms = [
-        (precision.detach() * (parameters[name] - posterior.means[name]).square()).sum()
-        for name, precision in posterior.precisions.items()
-    ]
-    return 0.5 * posterior.prior_scale.detach() * torch.stack(terms).sum()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lapwing.errors import InputError, choose
 from lapwing.gradients import Layer
@@ -58,8 +58,8 @@ def units_of(
 ) -> Units:
     """The units of layers with a weight matrix, filters included, or of the parameters that `only` names.
 
-    By default those of kind "weight" leave out biases and what else is no matrix, and those of kind "output" the layers whose weight is one of
-    `outputs`: their units are the model's outputs.
+    By default those of kind "weight" leave out biases and what else is no matrix, and those of kind "output" the layers
+    whose weight is one of `outputs`: their units are the model's outputs.
     """
     choose(kind, UNITS, "units")
     chosen = [layer for layer in layers if kind == "weight" or (layer.shape is not None and layer.form == "pair")]
@@ -95,7 +95,7 @@ def _elements(layer: Layer, only: str | Sequence[str] | None) -> tuple[dict[str,
 
 
 def _matrices(layer: Layer) -> list[str]:
-    """The weight of a layer with a Kronecker form; of others (recurrent, normalized weights) what has two dimensions."""
+    """The weight of a layer with a Kronecker form; of others (recurrent, normalized) what has two dimensions."""
     if layer.shape is not None:
         return [layer.parameters[0]]
     sizes = zip(layer.parameters, layer.sizes, strict=True)
@@ -126,6 +126,21 @@ def _named(layers: Sequence[Layer], kind: str, only: str | Sequence[str]) -> lis
             what = "parameters" if kind == "weight" else f"weights with units of kind {kind!r}"
             raise InputError(f"only={pattern!r} matches none of the {what} that can be pruned: {', '.join(known)}.")
     return [layer for layer in layers if any(_matches(name, only) for name in names[layer.name])]
+
+
+def first_names(model: nn.Module, only: str | Sequence[str] | None) -> list[str] | None:
+    """The patterns, and for each the first names of tied parameters that it calls by another."""
+    if only is None:
+        return None
+    patterns = [only] if isinstance(only, str) else list(only)
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    aliases = [(name, first[id(value)]) for name, value in model.named_parameters(remove_duplicate=False)]
+    found: list[str] = []
+    for pattern in patterns:
+        tied = [name for alias, name in aliases if alias != name and fnmatchcase(alias, pattern)]
+        direct = any(fnmatchcase(name, pattern) for name in first.values())
+        found += tied if tied and not direct else [pattern, *tied]
+    return found
 
 
 def _matches(name: str, only: str | Sequence[str]) -> bool:

@@ -83,6 +83,7 @@ class Components:
         if not (means.requires_grad or scales.requires_grad):
             return found.to(dtype)
         with torch.no_grad():
-            density = torch.tensordot(weights, Normal(means, scales).log_prob(found).exp(), dims=1)
+            density: Tensor = torch.tensordot(weights, Normal(means, scales).log_prob(found).exp(), dims=1)
         mass = below(found)
-        return (found - (mass - mass.detach()) / density.clamp(min=torch.finfo(density.dtype).tiny)).to(dtype)
+        moved: Tensor = found - (mass - mass.detach()) / density.clamp(min=torch.finfo(density.dtype).tiny)
+        return moved.to(dtype)

@@ -73,9 +73,7 @@ def _answers(members: list[BinaryPrediction], log_weights: Tensor) -> BinaryPred
     return BinaryPrediction(yes, no, entropies, _parts(members, log_weights))
 
 
-def _parts(
-    members: Sequence[ClassPrediction | BinaryPrediction], log_weights: Tensor
-) -> Callable[[Tensor], Tensor]:
+def _parts(members: Sequence[ClassPrediction | BinaryPrediction], log_weights: Tensor) -> Callable[[Tensor], Tensor]:
     """`log w_m + log p_m(y)` of all outputs of an example together: `[M, N]`."""
 
     def parts(targets: Tensor) -> Tensor:
