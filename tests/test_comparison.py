@@ -118,10 +118,35 @@ def test_different_numbers_of_outputs_are_different_data() -> None:
         compare({"one": one, "three": three})
 
 
+def test_different_numbers_of_answers_or_observed_classes_are_different_data() -> None:
+    x, y = networks.inputs("mlp", 8), networks.targets("binary", 8)
+    one, three = (Laplace(nn.Linear(3, n).double(), "binary").fit([(x, y[:, :n])]) for n in (1, 3))
+    with pytest.raises(InputError, match=r"observed values differ \(8 and 24\)"):
+        compare({"one": one, "three": three})
+    ignored = Y.clone()
+    ignored[:2] = -100
+    fewer = Laplace(networks.make("mlp"), "classification").fit([(X, ignored)])
+    with pytest.raises(InputError, match=r"observed values differ \(8 and 6\)"):
+        compare({"all": fitted(), "fewer": fewer})
+
+
+def test_names_may_be_numbers_and_evidences_must_be() -> None:
+    found = compare({2: fitted(), 4: fitted(seed=1)})  # type: ignore[dict-item]
+    assert {line.split()[0] for line in str(found).splitlines()[2:4]} == {"2", "4"}
+    with pytest.raises(InputError, match="got a list"):
+        compare([fitted()])  # type: ignore[arg-type]
+    broken = fitted()
+    broken.curvature.gradient["0.weight"].fill_(math.nan)
+    with pytest.raises(InputError, match="'broken' has the log-evidence nan"):
+        compare({"broken": broken.at(center="newton")})
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
         (fitted("diag"), "structure"),
+        (fitted(kron="reduce"), "structure .*kron expand.*kron reduce"),
+        (fitted(rank_tolerance=1e-3), "curvature .*ggn 0.001"),
         (fitted(curvature="empirical"), "curvature"),
         (fitted().at(center="newton"), "center"),
         (fitted(weights="last_layer"), "Bayesian weights"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal, Normal
 
-from lapwing import Gaussian, InputError, Laplace, Mixture, NotFittedError
+from lapwing import Categorical, ComparisonWarning, Gaussian, InputError, Laplace, Mixture, NotFittedError
 from lapwing.predictive.components import Components
+from lapwing.predictive.prediction import RegressionPrediction
 from tests import networks
 
 X = networks.inputs("mlp", 6, seed=9)
@@ -56,12 +58,63 @@ def test_probabilities_and_entropies(likelihood: str, options: dict[str, Any]) -
     assert bool((mixture.epistemic > within).all())  # the members disagree
     y = networks.targets(likelihood, 6)
     expected = average([part.log_prob(y).exp() for part in parts]).log()
+    torch.testing.assert_close(mixture.log_prob(y), expected)  # of binary outputs together: no product of three
     if likelihood == "classification":
-        torch.testing.assert_close(mixture.log_prob(y), expected)
         torch.testing.assert_close(mixture.distribution().log_prob(y), expected)
         torch.testing.assert_close(mixture.labels, probs.argmax(1))
     else:
-        torch.testing.assert_close(mixture.distribution().log_prob(y).sum(1), mixture.log_prob(y))
+        torch.testing.assert_close(mixture.distribution().log_prob(y).exp(), torch.where(y == 1, probs, 1 - probs))
+
+
+@pytest.mark.parametrize("method", ["linearized", "sampled"])
+def test_positions_of_an_example_share_the_member(method: str) -> None:
+    """`p(y|x) = Σ_m w_m Π_e p_m(y_e|x)`, some positions not observed; of samples likewise."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 1, 4, 4, dtype=torch.float64), torch.randint(3, (6, 4, 4))
+    y[:, :2, :2] = -100
+    nets = [nn.Conv2d(1, 3, 3, padding=1).double() for _ in range(2)]
+    ensemble = [Laplace(net, Categorical(dim=1)).fit([(x, y)]) for net in nets]
+    samples, generator = 4 if method == "sampled" else None, seeded()
+    parts = [la.predict(x, method, samples=samples, generator=generator).log_prob(y) for la in ensemble]
+    mixture = Mixture(ensemble, [1, 3]).predict(x, method, samples=samples, generator=seeded())
+    expected = torch.stack([parts[0] + math.log(0.25), parts[1] + math.log(0.75)]).logsumexp(0)
+    torch.testing.assert_close(mixture.log_prob(y), expected)
+
+
+def test_outputs_of_sampled_weights_share_the_sample() -> None:
+    la = member(0, "binary")
+    y = networks.targets("binary", 6)
+    weights = la.sample(5, seeded())
+    found = la.predict(X, "sampled", samples=weights)
+    each = []
+    for s in range(5):
+        outputs = torch.func.functional_call(la.model, {name: value[s] for name, value in weights.items()}, X)
+        each.append(-nn.functional.binary_cross_entropy_with_logits(outputs, y, reduction="none").sum(1))
+    torch.testing.assert_close(found.log_prob(y), torch.stack(each).logsumexp(0) - math.log(5))
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "binary", "regression"])
+def test_members_of_different_dtypes_mix_in_the_wider(likelihood: str) -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(4, (9, 2))
+    y = networks.targets(likelihood, 9)
+    double = nn.Sequential(nn.Embedding(4, 2), nn.Flatten(), nn.Linear(4, 3)).double()
+    single = copy.deepcopy(double).float()
+    y32 = y.float() if y.is_floating_point() else y
+    ensemble = [Laplace(single, likelihood).fit([(tokens, y32)]), Laplace(double, likelihood).fit([(tokens, y)])]
+    found: Any = Mixture(ensemble).predict(tokens)
+    alone: Any = ensemble[1].predict(tokens)
+    assert found.log_prob(y).dtype == torch.float64
+    torch.testing.assert_close(found.log_prob(y), alone.log_prob(y), rtol=1e-5, atol=1e-5)
+    assert found.epistemic.dtype == torch.float64
+    if likelihood == "regression":
+        torch.testing.assert_close(torch.stack(found.interval()), torch.stack(alone.interval()), rtol=1e-5, atol=1e-5)
+
+
+def test_classes_along_the_same_dimension_under_another_number() -> None:
+    x, y = networks.inputs("mlp", 8), networks.targets("classification", 8)
+    ensemble = [Laplace(networks.make("mlp"), Categorical(dim=dim)).fit([(x, y)]) for dim in (-1, 1)]
+    torch.testing.assert_close(Mixture(ensemble).predict(X).probs, ensemble[0].predict(X).probs)
 
 
 @pytest.mark.parametrize("method", ["linearized", "sampled"])
@@ -146,6 +199,11 @@ def test_a_member_of_weight_zero_does_not_count() -> None:
         torch.testing.assert_close(full, Mixture([ensemble[0], ensemble[2]], [0.4, 0.6]).predict(x).log_prob(y))
         (gradient,) = torch.autograd.grad(full.sum(), x)
         assert bool(torch.isfinite(gradient).all())
+    with torch.no_grad():
+        ensemble[1].model.get_parameter("0.bias").fill_(7)  # nor is it asked
+    Mixture(ensemble, [0.4, 0.0, 0.6]).predict(X)
+    with pytest.raises(InputError, match="changed since the fit"):
+        Mixture(ensemble).predict(X)
 
 
 def test_tuning_a_member_afterwards_changes_nothing() -> None:
@@ -160,16 +218,47 @@ def test_tuning_a_member_afterwards_changes_nothing() -> None:
 def test_quantiles_of_far_components_and_their_gradients() -> None:
     means = torch.tensor([[[-50.0], [0.0]], [[50.0], [3.0]]], dtype=torch.float64, requires_grad=True)
     variances = torch.tensor([[[1.0], [4.0]], [[0.01], [1.0]]], dtype=torch.float64)
-    components = Components(torch.tensor([0.3, 0.7]).double().log(), means, variances)
+    components = Components(torch.tensor([0.3, 0.7], dtype=torch.float64).log(), means, variances)
     for probability in (0.001, 0.2, 0.6, 0.99):
         found = components.quantile(probability)
-        below = components.average(Normal(means, variances.sqrt()).cdf(found))
+        masses = Normal(means, variances.sqrt()).cdf(found)
+        below = 0.3 * masses[0] + 0.7 * masses[1]
         torch.testing.assert_close(below, torch.full_like(below, probability), rtol=0, atol=1e-12)
 
     def of_means(means: Tensor) -> Tensor:
         return Components(components.log_weights, means, variances).quantile(0.6)
 
     assert torch.autograd.gradcheck(of_means, (means,), eps=1e-5)
+
+
+@pytest.mark.parametrize("probability", [0.5, 0.999, 1 - 1e-8, 1 - 2**-53])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_intervals_reach_far_into_the_tails_in_low_precision(probability: float, dtype: torch.dtype) -> None:
+    """A mixture of one Gaussian has its quantiles, known in closed form; so has one of equal samples."""
+    means, variances = torch.tensor([[[1.0]], [[1.0]], [[1.0]]], dtype=dtype), torch.tensor([[4.0]], dtype=dtype)
+    components = Components.equal(means, variances)
+    prediction = RegressionPrediction(means[0], variances, torch.zeros_like(variances), components=components)
+    width = -2 * float(torch.special.ndtri(torch.tensor((1 - probability) / 2, dtype=torch.float64)))
+    low, high = prediction.interval(probability)
+    assert low.dtype == high.dtype == dtype
+    torch.testing.assert_close(high, torch.tensor([[1 + width]], dtype=dtype))
+    torch.testing.assert_close(low, torch.tensor([[1 - width]], dtype=dtype))
+
+
+def test_quantiles_in_a_gap_are_finite_and_so_are_their_gradients() -> None:
+    means = torch.tensor([[[-50.0]], [[50.0]]], dtype=torch.float64, requires_grad=True)
+    weights = torch.tensor([0.25, 0.75], dtype=torch.float64).log()
+    found = Components(weights, means, torch.ones_like(means).detach()).quantile(0.25)
+    assert -50 < float(found.detach()) < 50
+    (gradient,) = torch.autograd.grad(found.sum(), means)
+    assert bool(torch.isfinite(gradient).all())
+
+
+def test_warnings_point_to_the_callers_line() -> None:
+    mixed = [member(0), member(1, structure="diag")]
+    with pytest.warns(ComparisonWarning) as caught:
+        Mixture(mixed, "evidence").log_evidence()
+    assert [warning.filename for warning in caught] == 2 * [__file__]
 
 
 def test_intervals_of_samples_are_those_of_their_mixture() -> None:

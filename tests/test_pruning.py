@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +44,49 @@ def test_scores_are_posterior_precision_times_squared_weight(structure: str, net
     torch.testing.assert_close(packed(la, scores(la, "marginal")), marginal, rtol=1e-8, atol=rounding)
 
 
+@pytest.mark.parametrize("structure", STRUCTURES[:-1])  # eigenpairs of products in float32 do not resolve it
+def test_small_curvature_counts_in_low_precision(structure: str) -> None:
+    """Features of very different sizes: `P_jj = Σ_n x_nj²/σ² + λ`, none of it rounding."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(100, 2, generator=generator) * torch.tensor([1000.0, 0.1])
+    model = nn.Linear(2, 1, bias=False)
+    la = Laplace(model, Gaussian(0.01), structure, prior=1e-4).fit([(x, torch.randn(100, 1, generator=generator))])
+    expected = x.double().square().sum(0) / 0.01 + 1e-4
+    torch.testing.assert_close(la.posterior.precision_diagonal()["weight"][0], expected, rtol=1e-5, atol=0)
+
+
+def test_small_curvature_counts_in_half_precision() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(50, 3, generator=generator) * torch.tensor([1.0, 0.1, 0.05])).bfloat16()
+    y = torch.randn(50, 1, generator=generator).bfloat16()
+    la = Laplace(nn.Linear(3, 1, bias=False).bfloat16(), "regression", "diag").fit([(x, y)])
+    expected = x.double().square().sum(0) + 1
+    torch.testing.assert_close(la.posterior.precision_diagonal()["weight"][0], expected, rtol=1e-4, atol=0)
+
+
+def test_marginal_precisions_are_not_rounded_to_the_weights_dtype() -> None:
+    """Variances below the smallest float16: `(P⁻¹)_ii = 1/λ` to a few digits, not 0."""
+    torch.manual_seed(0)
+    x, y = torch.randn(30, 8).half(), torch.randint(3, (30,))
+    la = Laplace(nn.Linear(8, 3).half(), "classification", prior=1e9).fit([(x, y)])
+    squares = la.posterior.weights["weight"].double().square()
+    torch.testing.assert_close(scores(la, "marginal")["weight"], 1e9 * squares, rtol=1e-5, atol=0)
+    found = prune(la, 0.5, precision="marginal")
+    assert found.sparsity == 0.5
+    # The prior alone counts, and these weights are no mode of it: it gains what it is rid of.
+    assert found.evidence_loss == pytest.approx(-0.5e9 * float(squares[~found.masks["weight"]].sum()), rel=1e-4)
+
+
+def test_an_exact_hessian_keeps_its_negative_diagonal() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    x, y = torch.randn(10, 2, dtype=torch.float64), 3 * torch.randn(10, 1, dtype=torch.float64)
+    la = Laplace(model, "regression", "full", "hessian", prior=200.0).fit([(x, y)])
+    hessian = la.curvature.blocks[0].accumulator.matrix().diagonal()
+    assert float(hessian.min()) < -0.1
+    torch.testing.assert_close(packed(la, la.posterior.precision_diagonal()), hessian + 200)
+
+
 def test_sparsity_takes_the_smallest_scores() -> None:
     la = fitted()
     found, kept = prune(la, sparsity=0.5), scores(la)
@@ -68,8 +113,12 @@ def gone(la: Laplace, found: Pruning) -> Tensor:
 
 
 def quadratic_loss(la: Laplace, found: Pruning) -> float:
-    step = packed(la, la.posterior.weights) * gone(la, found)
-    return float(0.5 * step @ dense(la) @ step)
+    """Of `log p(D, θ)` around weights that are no mode, by Taylor's rule."""
+    posterior = la.posterior
+    prior = {n: p * (posterior.weights[n] - posterior.means[n]) for n, p in posterior.precisions.items()}
+    slope = packed(la, prior) - posterior.likelihood_scale * packed(la, la.curvature.gradient)
+    step = -packed(la, posterior.weights) * gone(la, found)
+    return float(slope @ step + 0.5 * step @ dense(la) @ step)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -121,12 +170,90 @@ def test_output_units_go_as_a_whole_and_make_outputs_zero(network: str) -> None:
     assert found.joint_loss == pytest.approx(quadratic_loss(la, found), rel=1e-8)
 
 
+class HeadFirst(nn.Module):
+    """Registered in another order than used; the norm after the head has weights, but makes no outputs of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.norm, self.body = nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.head(torch.tanh(self.body(x))))
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.two = nn.Linear(3, 4), nn.Linear(4, 1), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.body(x))
+        return torch.cat([self.one(hidden), self.two(hidden)], 1)
+
+
+class NormalizedHead(nn.Module):
+    """The head's weight is computed, so that no rule sees its use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 4)
+        self.head = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "weights", "expected"),
+    [
+        (HeadFirst, "all", {"body"}),
+        (TwoHeads, "all", {"body"}),
+        (NormalizedHead, "all", {"body"}),
+        (chain, "all", {"0", "2"}),
+        (chain, ["0.*", "2.*"], {"0", "2"}),
+        (chain, "0.*", {"0"}),
+        (lambda: networks.make("tied-embedding"), "all", {"mix"}),
+    ],
+)
+def test_the_models_own_outputs_stay(make: Any, weights: Any, expected: set[str]) -> None:
+    """Whatever order layers are registered in, and whichever are Bayesian: only rows inside the network go."""
+    torch.manual_seed(0)
+    model = make().double()
+    if isinstance(model, HeadFirst | TwoHeads | NormalizedHead | nn.Sequential):
+        x = networks.inputs("mlp", 8)
+    else:
+        x = networks.inputs("tied-embedding", 8)
+    la = Laplace(model, "classification", weights=weights).fit([(x, networks.targets("classification", 8))])
+    found = prune(la, 0.5, units="output")
+    assert {name.rpartition(".")[0] for name in found.masks} == expected
+    assert found.sparsity > 0
+
+
+def test_output_units_of_a_file_are_named(tmp_path: Path) -> None:
+    la = fitted()
+    la.save(tmp_path / "la.safetensors")
+    loaded = Laplace.load(tmp_path / "la.safetensors", la.model)
+    with pytest.raises(InputError, match=r"a file keeps none: name the layers"):
+        prune(loaded, 0.5, units="output")
+    named = prune(loaded, 0.5, units="output", only="0.weight").masks
+    for name, mask in prune(la, 0.5, units="output").masks.items():
+        assert torch.equal(mask, named[name])
+    moved = prune(fitted().to("cpu"), 0.5, units="output").masks
+    assert all(torch.equal(mask, named[name]) for name, mask in moved.items())
+
+
 @pytest.mark.parametrize("network", ["cnn", "grouped-cnn", "upsampling", "mlp"])
 def test_input_units_make_layers_blind_to_a_feature(network: str) -> None:
     """Changing what a pruned input reads changes nothing; changing any other does."""
     la = fitted(network=network)
     names = [layer.name for block in la.curvature.blocks for layer in block.layers]
     for name in names:
+        if name == "solid":  # one input alone is all of the layer
+            continue
         found = prune(la, 0.5, units="input", only=f"{name}.weight")
         layer = found.model().get_submodule(name)
         assert isinstance(layer, nn.Linear | nn.Conv2d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d)
@@ -139,9 +266,9 @@ def test_input_units_make_layers_blind_to_a_feature(network: str) -> None:
             other[:, channel] += 1
             changed = not torch.equal(layer(other), layer(x))
             blind += not changed
-        assert blind == width // 2 or width == 1
-        if layer.bias is not None:
-            assert bool(found.masks[f"{name}.bias"].all())
+        assert blind == width // 2
+        assert set(found.masks) == {f"{name}.weight"}  # biases belong to no input, and do not count
+        assert found.sparsity == pytest.approx((width // 2) / width)
 
 
 def orthogonal(seed: int = 0, examples: int = 40) -> tuple[Tensor, Tensor]:
@@ -175,6 +302,46 @@ def test_expected_losses_are_exact_for_a_linear_model_with_orthogonal_inputs(str
         smaller = Laplace(mode(x[:, kept], y, 0.5, 0.09), Gaussian(0.09), structure, prior=0.5).fit([(x[:, kept], y)])
         expected = float(la.log_evidence() - smaller.log_evidence())
         assert found.evidence_loss == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.parametrize(("tempered", "temperature"), [("likelihood", 1.0), ("likelihood", 2.0), ("both", 2.0)])
+@pytest.mark.parametrize("center", ["network", "newton", "linear"])
+def test_expected_losses_are_exact_away_from_a_mode(tempered: str, temperature: float, center: str) -> None:
+    """A linear model at weights that were never trained: the slope counts at them, and vanishes where they moved."""
+    x, y = orthogonal()
+    options: dict[str, Any] = {"prior": GaussianPrior(0.5, mean=0.3), "temperature": temperature, "tempered": tempered}
+
+    def around(inputs: Tensor, weights: Tensor) -> Laplace:
+        model = nn.Linear(inputs.shape[1], 1, bias=False).double()
+        with torch.no_grad():
+            model.weight.copy_(weights)
+        la = Laplace(model, Gaussian(0.09), "full", **options).fit([(inputs, y)])
+        if center == "linear":
+            la.find_mode([(inputs, y)], tolerance=1e-10)
+        return la.at(center=center)
+
+    weights = torch.tensor([[1.5, 0.3, -0.5, 0.2, -0.1, 0.4]], dtype=torch.float64)
+    la = around(x, weights)
+    for sparsity in (1 / 6, 0.5, 5 / 6):
+        found = prune(la, sparsity)
+        assert found.joint_loss == pytest.approx(found.measured_loss([(x, y)]), rel=1e-8)
+        kept = found.masks["weight"][0]
+        smaller = around(x[:, kept], weights[:, kept])
+        assert found.evidence_loss == pytest.approx(float(la.log_evidence() - smaller.log_evidence()), rel=1e-8)
+        pruned = found.model()
+        torch.testing.assert_close(pruned.get_parameter("weight"), la.posterior.mean["weight"] * kept)
+
+
+def test_losses_around_a_mode_that_the_prior_left() -> None:
+    """The linear model's mode under another prior than the current one: no mode any more, and the slope knows."""
+    x, y = orthogonal()
+    la = Laplace(nn.Linear(6, 1, bias=False).double(), Gaussian(0.09), "full").fit([(x, y)])
+    la = la.find_mode([(x, y)], tolerance=1e-10).at(prior=50.0, center="linear")
+    found = prune(la, 0.5)
+    assert found.joint_loss == pytest.approx(found.measured_loss([(x, y)]), rel=1e-8)
+    around = la.recentered()
+    assert prune(around, 0.0).measured_loss([(x, y)]) == pytest.approx(0, abs=1e-9)
+    assert prune(around, 0.5).joint_loss == pytest.approx(prune(around, 0.5).measured_loss([(x, y)]), rel=1e-8)
 
 
 @pytest.mark.parametrize("sparsity", [1 / 6, 0.5, 5 / 6])
@@ -226,6 +393,86 @@ def test_a_budget_of_evidence() -> None:
             assert found.evidence_loss <= budget
     with pytest.warns(PruningWarning, match="Nothing is left of 'weight'"):
         assert prune(la, evidence_loss=1e9).sparsity == 1
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_budget_is_met_by_the_most_units_where_losses_fall_again(measured: bool) -> None:
+    """Small weights halfway to their best values cost; larger ones of features that are always 0 spare; then the rest."""
+    torch.manual_seed(0)
+    x = torch.zeros(40, 15, dtype=torch.float64)
+    x[:, :7] = 10 * torch.linalg.qr(torch.randn(40, 7, dtype=torch.float64))[0]
+    weights = torch.tensor([5 * [0.22] + 2 * [5.0] + 8 * [3.2]], dtype=torch.float64)
+    best = weights * torch.tensor(5 * [2.0] + 10 * [1.0], dtype=torch.float64)
+    y = x @ best.T
+    model = nn.Linear(15, 1, bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(weights)
+    la = Laplace(model, Gaussian(1.0), "diag", prior=1.0).fit([(x, y)])
+    losses = [prune(la, count / 15).evidence_loss for count in range(15)]
+    assert max(losses[1:6]) > 20  # at 5 units
+    assert losses[13] < 0 < losses[14]
+    for budget, expected in ((0.0, 13), (10.0, 13), (1.01 * losses[14], 14)):
+        found = prune(la, evidence_loss=budget, loader=[(x, y)] if measured else None)
+        assert int((~found.masks["weight"]).sum()) == expected
+
+
+def test_a_measured_budget_looks_at_the_data() -> None:
+    """A network in which everything interacts: what the quadratic model allows is not what the data allow."""
+    x, y = networks.inputs("mlp", 8), networks.targets("regression", 8)
+    model = networks.make("mlp")
+    y = model(x).detach() + 0.1 * y
+    la = Laplace(model, Gaussian(0.005), "full", prior=0.1).fit([(x, y)])
+
+    def loss(found: Pruning) -> float:
+        return found.evidence_loss - found.joint_loss + found.measured_loss([(x, y)])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PruningWarning)
+        losses = [loss(prune(la, count / 24)) for count in range(24)]
+    for budget in (7.5, 15.0, 30.0):
+        found = prune(la, evidence_loss=budget, loader=[(x, y)])
+        assert loss(found) <= budget
+        number = round(24 * found.sparsity)
+        assert losses[number] == pytest.approx(loss(found))
+        assert losses[number + 1] > budget
+        assert prune(la, evidence_loss=budget).sparsity != found.sparsity
+
+
+@pytest.mark.parametrize("center", ["newton", "linear"])
+def test_centers_other_than_the_network_are_measured_and_copied(center: str) -> None:
+    """`log p(D, θ)` of the network at θ* against that with some of θ* at 0, by hand."""
+    x, y = networks.inputs("mlp", 8), networks.targets("classification", 8)
+    la = fitted("full", prior=2.0)
+    if center == "linear":
+        la.find_mode([(x, y)], tolerance=1e-8)
+    la = la.at(center=center)
+    found = prune(la, 0.5)
+    joints = []
+    for kept in (False, True):
+        model = copy.deepcopy(la.model)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                mask = found.masks.get(name, torch.ones_like(parameter)) if kept else torch.ones_like(parameter)
+                parameter.copy_(la.posterior.mean[name] * mask)
+            squares = sum(float(p.square().sum()) for p in model.parameters())
+            joints.append(float(-nn.functional.cross_entropy(model(x), y, reduction="sum")) - squares)
+    assert found.measured_loss([(x, y)]) == pytest.approx(joints[0] - joints[1], rel=1e-9)
+    for (name, left), right in zip(found.model().named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(left, right), name
+
+
+def test_tuning_afterwards_changes_nothing_and_a_changed_model_is_refused() -> None:
+    x, y = networks.inputs("mlp", 8), networks.targets("classification", 8)
+    la = fitted()
+    found = prune(la, 0.5)
+    before = found.measured_loss([(x, y)])
+    la.tune_prior()
+    assert found.measured_loss([(x, y)]) == before
+    with torch.no_grad():
+        la.model.get_parameter("0.weight").add_(1)
+    for call in (found.model, lambda: found.fine_tune([(x, y)]), lambda: prune(la, 0.5)):
+        with pytest.raises(InputError, match="changed since the fit"):
+            call()
 
 
 def test_the_quadratic_model_holds_for_a_trained_network() -> None:
@@ -308,6 +555,20 @@ def test_fine_tuning_descends_with_the_masks_held() -> None:
         assert float(free.abs().max()) < 1e-3
 
 
+def test_fine_tuning_leaves_modes_as_they_are() -> None:
+    """Batch norms that are in eval mode keep their statistics; gradients are on whatever surrounds the call."""
+    x, y = networks.inputs("batchnorm", 8), networks.targets("classification", 8)
+    model = networks.make("batchnorm").eval()
+    found = prune(Laplace(model, "classification").fit([(x, y)]), 0.3)
+    with torch.no_grad():
+        tuned = found.fine_tune([(x, y)], epochs=3)
+    assert not any(module.training for module in tuned.modules())
+    assert torch.equal(tuned.get_buffer("norm.running_mean"), model.get_buffer("norm.running_mean"))
+    assert not torch.equal(tuned.get_parameter("head.bias"), model.get_parameter("head.bias"))
+    with pytest.raises(InputError, match="loader of fine_tune is empty"):
+        found.fine_tune([])
+
+
 def test_noise_enters_fine_tuning() -> None:
     x, y = orthogonal()
     la = Laplace(mode(x, y, 0.5, 0.09), Gaussian(0.09), "full", prior=0.5).fit([(x, y)])
@@ -347,7 +608,68 @@ def test_biases_and_norms_are_pruned_only_by_name() -> None:
     assert set(prune(la, 0.3).masks) == {"linear.weight", "head.weight"}
     assert set(prune(la, 0.3, only=["norm.weight", "head.*"]).masks) == {"norm.weight", "head.weight", "head.bias"}
     assert set(prune(la, 0.3, units="output").masks) == {"linear.weight", "linear.bias"}
-    assert set(prune(la, 0.3, units="output", only="head.weight").masks) == {"head.weight", "head.bias"}
+    assert set(prune(la, 0.4, units="output", only="head.weight").masks) == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize(
+    ("make", "network", "expected"),
+    [
+        (lambda: networks.make("lstm"), "lstm", {"cell.weight_ih_l0", "cell.weight_hh_l0", "head.weight"}),
+        (NormalizedHead, "mlp", {"body.weight", "head.parametrizations.weight.original1"}),
+    ],
+)
+def test_matrices_without_kronecker_form_are_pruned_too(make: Any, network: str, expected: set[str]) -> None:
+    x, y = networks.inputs(network, 8), networks.targets("classification", 8)
+    la = Laplace(make().double(), "classification").fit([(x, y)])
+    found = prune(la, 0.5)
+    assert set(found.masks) == expected
+    assert found.sparsity == 0.5
+    values = torch.cat([scores(la)[name].flatten() for name in found.masks])
+    kept = torch.cat([mask.flatten() for mask in found.masks.values()])
+    assert float(values[kept].min()) > float(values[~kept].max())
+
+
+def test_a_loss_is_measured_without_a_copy() -> None:
+    """A weight norm by hooks, which no copy can be made of after a forward pass."""
+    torch.manual_seed(0)
+    x, y = networks.inputs("mlp", 8), networks.targets("classification", 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        body = nn.utils.weight_norm(nn.Linear(3, 4))
+    model = nn.Sequential(body, nn.Tanh(), nn.Linear(4, 3)).double()
+    found = prune(Laplace(model, "classification", prior=0.5).fit([(x, y)]), 0.3)
+    joints = []
+    for masks in ({}, found.masks):
+        weights = {n: p.detach() * masks.get(n, torch.ones_like(p)) for n, p in model.named_parameters()}
+        with torch.no_grad():
+            fit = nn.functional.cross_entropy(torch.func.functional_call(model, weights, x), y, reduction="sum")
+        joints.append(-float(fit) - 0.25 * sum(float(value.square().sum()) for value in weights.values()))
+    assert found.measured_loss([(x, y)]) == pytest.approx(joints[0] - joints[1], rel=1e-9)
+
+
+def test_only_names_weights_of_units_and_tied_weights_by_any_name() -> None:
+    la = fitted()
+    with pytest.raises(InputError, match=r"only='0.bias' matches none of the weights with units of kind 'output'"):
+        prune(la, 0.5, units="output", only="0.bias")
+    tied = fitted(network="tied-embedding")
+    first, second = (prune(tied, 0.5, only=name).masks for name in ("embedding.weight", "head.weight"))
+    assert set(first) == set(second) == {"embedding.weight"}
+    assert torch.equal(first["embedding.weight"], second["embedding.weight"])
+    both = prune(tied, 0.5, only=["head.*", "mix.weight"]).masks
+    assert set(both) == {"embedding.weight", "mix.weight"}
+
+
+def test_sparsity_is_never_exceeded() -> None:
+    x, y = torch.randn(9, 5, dtype=torch.float64), torch.randn(9, 1, dtype=torch.float64)
+    la = Laplace(nn.Linear(5, 1, bias=False).double(), "regression").fit([(x, y)])
+    assert prune(la, 0.7).sparsity == pytest.approx(0.6)
+    assert prune(la, 3 / 5).sparsity == pytest.approx(0.6)
+    with pytest.warns(
+        PruningWarning, match="Nothing is removed: the first unit to go is more than 0.1 of the 5 elements"
+    ):
+        assert prune(la, 0.1).sparsity == 0
+    with pytest.raises(InputError, match="needs a fitted Laplace, got Linear"):
+        prune(la.model, 0.5)  # type: ignore[arg-type]
 
 
 def test_what_the_data_never_saw_is_free_to_go() -> None:

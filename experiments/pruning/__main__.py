@@ -21,8 +21,8 @@ from tqdm.auto import tqdm
 
 from lapwing import Laplace, Pruning, prune
 from lapwing.plots.canvas import COLORS, GRAY, house_style
-from lapwing.pruning import scores, smallest
-from lapwing.units import Units, units_of
+from lapwing.pruning import prunable, scores, smallest
+from lapwing.units import Units
 
 HERE = Path(__file__).parent
 SPARSITIES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
@@ -72,7 +72,7 @@ RANKINGS = {"weight": "global", "output": "layer"}  # all methods alike; by laye
 
 
 def pruned(la: Laplace, method: str, sparsity: float, kind: str) -> Pruning:
-    units = units_of([layer for block in la.curvature.blocks for layer in block.layers], kind, None, la.device)
+    units = prunable(la, kind)
     kept = torch.ones(units.count, dtype=torch.bool)
     kept[smallest(METHODS[method](la, units), units, sparsity, RANKINGS[kind])] = False
     return replace(prune(la, sparsity=0.0, units=kind), masks=units.masks(kept))

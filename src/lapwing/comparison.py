@@ -66,7 +66,7 @@ class Comparison:
         rows = [("model", "log evidence", "difference", "probability", "log likelihood", "γ", "parameters")]
         rows += [
             (
-                entry.name, f"{entry.log_evidence:,.2f}", f"{entry.log_evidence - top:,.2f}",
+                str(entry.name), f"{entry.log_evidence:,.2f}", f"{entry.log_evidence - top:,.2f}",
                 f"{entry.probability:.3g}", f"{entry.log_likelihood:,.2f}", f"{entry.effective_dimension:,.1f}",
                 f"{entry.parameters:,}",
             )
@@ -105,6 +105,9 @@ def compare(models: Mapping[str, Laplace], prior: Mapping[str, float] | None = N
     check_comparable(models)
     posteriors = [la.posterior for la in models.values()]
     evidences = log_evidences(models.values())
+    for name, value in zip(models, evidences.tolist(), strict=True):
+        if not math.isfinite(value):
+            raise InputError(f"{name!r} has the log-evidence {value}, which compares with nothing: look at its fit.")
     logs = evidences + _log_prior(models, prior)
     entries = [
         Entry(*row)
@@ -127,8 +130,13 @@ def log_evidences(models: Iterable[Laplace]) -> Tensor:
     return torch.stack([la.log_evidence().detach().cpu() for la in models])
 
 
-def check_comparable(models: Mapping[str, Laplace]) -> None:
-    """Raise where evidences are not of the same data and kind; warn where they are bounds of unequal tightness."""
+def check_comparable(models: Mapping[str, Laplace], caller: int = 3) -> None:
+    """Raise where evidences are not of the same data and kind; warn where they are bounds of unequal tightness.
+
+    `caller` is how far up the user's call is, for warnings.
+    """
+    if not isinstance(models, Mapping):
+        raise InputError(f"compare needs models by name, {{name: la, ...}}, got a {type(models).__name__}.")
     if not models:
         raise InputError("There is nothing to compare: give {name: la, ...}.")
     for name, la in models.items():
@@ -158,7 +166,7 @@ def check_comparable(models: Mapping[str, Laplace]) -> None:
         found = {name: value(la) for name, la in models.items()}
         if len(set(found.values())) > 1:
             shown = ", ".join(f"{name}: {kind}" for name, kind in found.items())
-            warnings.warn(f"The models differ in {what} ({shown}). {consequence}", ComparisonWarning, stacklevel=3)
+            warnings.warn(f"The models differ in {what} ({shown}). {consequence}", ComparisonWarning, stacklevel=caller)
 
 
 _SAME: dict[str, Callable[[Laplace], Any]] = {
@@ -168,17 +176,25 @@ _SAME: dict[str, Callable[[Laplace], Any]] = {
 }
 _ALIKE: dict[str, tuple[Callable[[Laplace], Any], str]] = {
     "structure": (
-        lambda la: la.structure,
+        lambda la: _with(la.structure, {"kron": la.kron, "ekfac": la.kron, "lowrank": la.rank}.get(la.structure)),
         "Their evidences are bounds of unequal tightness (diag ≤ block ≤ full), so that a difference may be the "
         "structure's.",
     ),
-    "curvature": (lambda la: la.curvature_kind, "A difference between their evidences may be the curvature's."),
+    "curvature": (
+        lambda la: _with(la.curvature_kind, la.rank_tolerance or None),
+        "A difference between their evidences may be the curvature's.",
+    ),
     "center": (lambda la: la.center, "Moving the center raises the evidence, so a difference may be the center's."),
     "the Bayesian weights": (
         lambda la: la.weights,
         "Weights that are not Bayesian are fitted without a price, so that such evidences are too high.",
     ),
 }
+
+
+def _with(kind: str, option: object) -> str:
+    """A kind and the option that belongs to it, if any."""
+    return kind if option is None else f"{kind} {option}"
 
 
 def _close(left: Any, right: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,3 +70,44 @@ def walk(output: Tensor, edges: list[GradientEdge], stop: object = None) -> Grap
     reached = tuple(edge.node in behind for edge in edges)
     frontier = tuple(i for i, edge in enumerate(edges) if reached[i] and not behind[edge.node])
     return Graph(reached, frontier, frozenset(leaves), kinds <= _BATCHABLE, bool(kinds & _REORDERING), tuple(divided))
+
+
+_PRODUCTS = ("mm", "Mv", "mv", "Convolution", "Rnn", "MkldnnLinear")  # parts of the names of products with a matrix
+
+
+def nearest(output: Tensor, nodes: Collection[object]) -> set[object]:
+    """Those of `nodes` from which a path leads to `output` that passes neither another of them nor any other product
+    with a matrix of parameters (one that is computed, such as a normalized weight).
+    """
+    found: set[object] = set()
+    seen: set[object] = set()
+    stack: list[Any] = [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        children = [child for child, _ in node.next_functions if child]
+        if node in nodes:
+            found.add(node)
+        elif not (
+            any(part in node.name() for part in _PRODUCTS) and any(_of_parameters(child, nodes) for child in children)
+        ):
+            stack.extend(children)
+    return found
+
+
+def _of_parameters(node: Any, nodes: Collection[object]) -> bool:
+    """Whether parameters are behind a node, at least one of them a matrix, and none of `nodes`."""
+    seen: set[object] = set()
+    stack, matrices = [node], False
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        if node in nodes:
+            return False
+        seen.add(node)
+        matrices |= hasattr(node, "variable") and node.variable.dim() > 1
+        stack.extend(child for child, _ in node.next_functions if child)
+    return matrices

@@ -45,7 +45,7 @@ class Mixture:
         count = len(self.members)
         if isinstance(weights, str):
             choose(weights, ("evidence",), "weights of a Mixture")
-            check_comparable(self._named())
+            check_comparable(self._named(), caller=4)
             return log_evidences(self.members).softmax(0)
         if weights is None:
             return torch.full((count,), 1 / count, dtype=torch.float64)
@@ -70,13 +70,15 @@ class Mixture:
     ) -> Prediction:
         """The mixture of the members' predictions at `x`, a `Prediction` of the same kind.
 
-        The arguments are those of `Laplace.predict` and go to each member, with one generator for all. What the members
-        disagree on counts as epistemic. `samples` is a number: members have weights of their own.
+        The arguments are those of `Laplace.predict` and go to each member of a weight above 0, with one generator for
+        all. What the members disagree on counts as epistemic. `samples` is a number: members have weights of their own.
         """
         if isinstance(samples, Mapping):
             raise InputError("A Mixture draws the weights of each member itself: give samples as a number.")
-        predictions = [la.predict(x, method, link, samples, generator, center) for la in self.members]
-        return mix(predictions, self.weights.log())
+        counted = self.weights > 0
+        members = [la for la, counts in zip(self.members, counted.tolist(), strict=True) if counts]
+        predictions = [la.predict(x, method, link, samples, generator, center) for la in members]
+        return mix(predictions, self.weights[counted].log())
 
     def log_evidence(self) -> Tensor:
         """`log Σ_m w_m p(D|M_m)`: a 0-d float64 tensor.
@@ -112,5 +114,5 @@ def _checked(members: Sequence[Laplace]) -> list[Laplace]:
 
 
 def _family(la: Laplace) -> dict[str, Any]:
-    """What the likelihood says but for the noise, of which each member may have its own."""
-    return {key: value for key, value in la.likelihood.config().items() if key not in ("noise", "ratios")}
+    """What the likelihood says but for the noise, which may be the member's own, and how it counts dimensions."""
+    return {key: value for key, value in la.likelihood.config().items() if key not in ("noise", "ratios", "dim")}

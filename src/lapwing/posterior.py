@@ -160,21 +160,22 @@ class Posterior:
         return found
 
     def variances(self) -> dict[str, Tensor]:
-        """Marginal posterior variance of every parameter: the diagonal of P⁻¹."""
+        """Marginal posterior variance of every parameter, in its dtype: the diagonal of P⁻¹."""
+        return {name: value.to(self.weights[name].dtype) for name, value in self.covariance_diagonal().items()}
+
+    def covariance_diagonal(self) -> dict[str, Tensor]:
+        """The diagonal of P⁻¹ by parameter name, float64."""
         found: dict[str, Tensor] = {}
         for block in self.blocks:
-            dtype = self.weights[block.block.parameters[0]].dtype
-            found |= block.block.unpack(block.basis.to(torch.float64).marginal(block.scale).to(dtype))
+            found |= block.block.unpack(block.basis.to(torch.float64).marginal(block.scale))
         return found
 
     def curvature_diagonal(self) -> dict[str, Tensor]:
-        """The diagonal of H by parameter name, rounding errors set to 0; float64."""
+        """The diagonal of H by parameter name, float64; negative where an exact Hessian is."""
         found: dict[str, Tensor] = {}
         for i, block in enumerate(self.spectrum.blocks):
             plain = self.spectrum.decompose(i, None)
-            diagonal = plain.basis.to(torch.float64).marginal(plain.eigenvalues)
-            rounding = torch.finfo(self.weights[block.parameters[0]].dtype).eps * diagonal.abs().amax()
-            found |= block.unpack(torch.where(diagonal > rounding, diagonal, torch.zeros_like(diagonal)))
+            found |= block.unpack(plain.basis.to(torch.float64).marginal(plain.eigenvalues))
         return found
 
     def precision_diagonal(self) -> dict[str, Tensor]:
@@ -238,13 +239,31 @@ class Posterior:
 
     def _slope(self) -> dict[str, Tensor]:
         """Gradient of the negative log posterior at θ̃."""
-        gradient = self.spectrum.curvature.gradient
+        return self._descent(
+            self.spectrum.curvature.gradient, {name: self.weights[name].double() for name in self.sizes}
+        )
+
+    def _descent(self, gradient: dict[str, Tensor], point: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`Π(θ − μ₀) − T∇/σ²` at a point where the log-likelihood has this gradient."""
         with torch.no_grad():
             return {
-                name: self.prior_scale * self.precisions[name] * (self.weights[name].double() - self.means[name])
+                name: self.prior_scale * self.precisions[name] * (value - self.means[name])
                 - self.likelihood_scale * gradient[name].double()
-                for name in self.sizes
+                for name, value in point.items()
             }
+
+    @cached_property
+    def slope(self) -> dict[str, Tensor]:
+        """Gradient of the negative log posterior at the center, by parameter name, float64.
+
+        That of the network; at the linear model's mode its own (0 unless the prior moved on); at the Newton center 0.
+        """
+        if self.center == "network":
+            return self._slope()
+        if self.center == "newton":
+            return {name: torch.zeros_like(step) for name, step in self.step.items()}
+        point = {name: self.weights[name].double() + step for name, step in self.step.items()}
+        return self._descent(self.linear_mode.gradient, point)
 
     def step_curvature(self, step: dict[str, Tensor] | None = None) -> Tensor:
         """`δᵀ H δ` of the step to the center, or of another by parameter name; 0-d."""

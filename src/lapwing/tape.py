@@ -61,12 +61,13 @@ class Tape:
 
     def record(self, inputs: Inputs, create_graph: bool = False) -> Record:
         """Run the model under the recorder. The model must be borrowed (see `guard`)."""
-        record = self._run(inputs, create_graph)
+        record = self.run(inputs, create_graph)
         known = self._reading(record)
         record.axes, record.counts, record.lost = known.axes, known.counts, known.lost
         return record
 
-    def _run(self, inputs: Inputs, create_graph: bool) -> Record:
+    def run(self, inputs: Inputs, create_graph: bool = False) -> Record:
+        """Run the model under the recorder, without a look at how its uses are read."""
         mailbox = Mailbox()
         parameters: dict[str, Tensor] = dict(self.parameters)
         if create_graph:  # aliases, so that a backward pass of the user's through the result ends here
@@ -128,7 +129,7 @@ class Tape:
         if record.examples <= 2 * _PROBED or not record.inputs.all_batched(record.examples):
             return None
         try:
-            few = self._run(record.inputs.split(record.examples).part(0, _PROBED), record.create_graph)
+            few = self.run(record.inputs.split(record.examples).part(0, _PROBED), record.create_graph)
         except RuntimeError as failure:
             logger.info("The model fails on a part of a batch (%s); the layers are found from the whole", failure)
             return None

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lapwing.batches import Unpack, unpack
+from lapwing.batches import Inputs, ReadOutput, Unpack, unpack
 from lapwing.errors import InputError
-from lapwing.graph import walk
+from lapwing.graph import nearest, walk
+from lapwing.guard import borrowed, random_state_kept
 from lapwing.layers import PairRule
 from lapwing.tape import Tape
 
@@ -101,3 +102,16 @@ def last_layer(tape: Tape, batch: Any, custom: Unpack | None) -> tuple[str, ...]
             "rule reads as a layer. Name the parameters: weights=['head.weight', ...]."
         )
     return names
+
+
+def output_weights(model: nn.Module, inputs: Inputs, output: ReadOutput | None = None) -> frozenset[str]:
+    """The weights whose layers make the model's outputs: nothing but norms and functions without weights follows them.
+
+    Frozen weights count as well. Of a tied weight, its first name.
+    """
+    parameters = {name: value for name, value in model.named_parameters() if value.is_floating_point()}
+    with random_state_kept(), borrowed(model, parameters):
+        record = Tape(model, parameters, output).run(inputs)
+        uses = [use for use in record.uses if isinstance(use.rule, PairRule)]
+        last = nearest(record.outputs, {use.edge.node for use in uses})
+        return frozenset(use.weight for use in uses if use.edge.node in last)

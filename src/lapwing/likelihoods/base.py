@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class Statistics:
     """Sufficient statistics of the data at the trained weights, at unit noise; sums over the data.
 
-    `log_likelihood` is Σ log p, `observations` counts the numbers observed and `squared_error` is
-    their weighted squared error (both 0 unless there is a noise to choose); `errors` holds the
-    squared errors by the last dimension of the outputs.
+    `log_likelihood` is Σ log p, `observations` counts the numbers, classes or answers observed, and `squared_error` is
+    the weighted squared error of numbers (0 unless there is a noise to choose); `errors` holds the squared errors by
+    the last dimension of the outputs.
     """
 
     examples: float = 0.0

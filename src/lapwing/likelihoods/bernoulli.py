@@ -35,7 +35,7 @@ class Bernoulli:
 
     def statistics(self, outputs: Tensor, targets: Tensor) -> Statistics:
         total = float(self.log_prob(outputs.double(), targets).sum())
-        return Statistics(outputs.shape[0], total)
+        return Statistics(outputs.shape[0], total, targets.numel())
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         terms = -functional.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
@@ -69,7 +69,7 @@ class Bernoulli:
         return bernoulli_link(f.mean, f.variance, link or "probit", samples, generator)
 
     def predict_samples(self, outputs: Tensor, noise: Tensor) -> BinaryPrediction:
-        return BinaryPrediction.mixture(outputs)
+        return BinaryPrediction.mixture(outputs, joint=True)
 
     def config(self) -> dict[str, Any]:
         return {"name": self.name}

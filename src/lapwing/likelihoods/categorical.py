@@ -94,7 +94,7 @@ class Categorical:
 
     def statistics(self, outputs: Tensor, targets: Tensor) -> Statistics:
         total = float(self.log_prob(outputs.double(), targets).sum())
-        return Statistics(outputs.shape[0], total)
+        return Statistics(outputs.shape[0], total, int(self._observed(targets).sum()))
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         log_probs = self._positions(outputs).log_softmax(-1)
@@ -213,7 +213,7 @@ class Categorical:
 
     def predict_samples(self, outputs: Tensor, noise: Tensor) -> ClassPrediction:
         axis = self._axis(outputs[0])
-        return ClassPrediction.mixture(outputs.log_softmax(axis + 1), axis, self.ignore_index)
+        return ClassPrediction.mixture(outputs.log_softmax(axis + 1), axis, self.ignore_index, joint=True)
 
     def config(self) -> dict[str, Any]:
         return {"name": self.name, "dim": self.dim, "ignore_index": self.ignore_index}

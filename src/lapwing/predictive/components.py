@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily, MultivariateNormal, Normal
+
+_HALVINGS = 60  # until the bracket is at the level of rounding
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,6 @@ class Components:
             torch.cat(covariances) if len(covariances) == len(parts) else None,
         )
 
-    def average(self, values: Tensor) -> Tensor:
-        """`Σ_s w_s values_s`: `[S, ...]` to `[...]`."""
-        average: Tensor = torch.tensordot(self.log_weights.exp(), values, dims=1)
-        return average
-
     def distribution(self) -> Distribution:
         """One joint distribution of the outputs per example: batch shape `[N]`, the outputs flat where correlated."""
         means, events = self.means.movedim(0, 1), self.means.dim() - 2
@@ -56,28 +53,37 @@ class Components:
             each = Independent(marginal, events) if events else marginal
         return MixtureSameFamily(weights, each)
 
+    def mirrored(self) -> Components:
+        """The mixture of `−y`: its lower quantiles are the upper ones of this, without the rounding of `1 − p`."""
+        return replace(self, means=-self.means)
+
     def quantile(self, probability: float) -> Tensor:
         """The value below which each output lies with this probability: `[N, *output]`.
 
-        Bisection between the smallest and the largest quantile of a component; differentiable by `dq = −dF(q)/F′(q)`.
+        Bisection between the smallest and the largest quantile of a component, in float64; differentiable by
+        `dq = −dF(q)/F′(q)`.
         """
-        normal = Normal(self.means, self.variances.sqrt())
+        dtype = self.means.dtype
+        means, scales = self.means.double(), self.variances.double().sqrt()
+        weights = self.log_weights.double().log_softmax(0).exp()  # they may be rounded
+
+        def below(value: Tensor) -> Tensor:
+            found: Tensor = torch.tensordot(weights, torch.special.ndtr((value - means) / scales), dims=1)
+            return found
+
         with torch.no_grad():
-            ends = normal.icdf(torch.full_like(self.means, probability))
+            ends = means + scales * torch.special.ndtri(torch.full_like(means, probability))
             low: Tensor = ends.amin(0)
             high: Tensor = ends.amax(0)
-            for _ in range(_halvings(low.dtype)):
+            for _ in range(_HALVINGS):
                 middle = low + (high - low) / 2
-                below = self.average(normal.cdf(middle)) < probability
-                low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+                short = below(middle) < probability
+                low, high = torch.where(short, middle, low), torch.where(short, high, middle)
             found = low + (high - low) / 2
-            density = self.average(normal.log_prob(found).exp())
-        if not self.means.requires_grad:
-            return found
-        mass = self.average(normal.cdf(found))
-        return found - (mass - mass.detach()) / density
-
-
-def _halvings(dtype: torch.dtype) -> int:
-    """Bisections until the bracket is at the level of rounding."""
-    return 4 + int(-torch.log2(torch.tensor(torch.finfo(dtype).eps)))
+        if not (means.requires_grad or scales.requires_grad):
+            return found.to(dtype)
+        with torch.no_grad():
+            density: Tensor = torch.tensordot(weights, Normal(means, scales).log_prob(found).exp(), dims=1)
+        mass = below(found)
+        moved: Tensor = found - (mass - mass.detach()) / density.clamp(min=torch.finfo(density.dtype).tiny)
+        return moved.to(dtype)

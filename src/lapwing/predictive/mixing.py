@@ -6,7 +6,8 @@ members' aleatoric parts stays aleatoric.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -47,13 +48,17 @@ def _all(predictions: Sequence[Prediction], kind: type[Kind]) -> list[Kind]:
 def _classes(members: list[ClassPrediction], log_weights: Tensor) -> ClassPrediction:
     first = members[0]
     _check_shapes([member.log_probs for member in members])
+    if len({member.dim for member in members}) > 1:
+        raise InputError("Members with classes along different dimensions do not mix.")
     log_probs = _log_average([member.log_probs for member in members], log_weights)
 
     def entropies() -> Entropies:
         total = entropy_terms(log_probs).sum(first.dim)
         return Entropies(total, _average([member.aleatoric for member in members], log_weights))
 
-    return ClassPrediction(log_probs, first.dim, first.ignore_index, sampled=entropies)
+    return ClassPrediction(
+        log_probs, first.dim, first.ignore_index, sampled=entropies, components=_parts(members, log_weights)
+    )
 
 
 def _answers(members: list[BinaryPrediction], log_weights: Tensor) -> BinaryPrediction:
@@ -65,7 +70,17 @@ def _answers(members: list[BinaryPrediction], log_weights: Tensor) -> BinaryPred
         within = _average([member.aleatoric for member in members], log_weights)
         return Entropies(entropy_terms(yes) + entropy_terms(no), within)
 
-    return BinaryPrediction(yes, no, entropies)
+    return BinaryPrediction(yes, no, entropies, _parts(members, log_weights))
+
+
+def _parts(members: Sequence[ClassPrediction | BinaryPrediction], log_weights: Tensor) -> Callable[[Tensor], Tensor]:
+    """`log w_m + log p_m(y)` of all outputs of an example together: `[M, N]`."""
+
+    def parts(targets: Tensor) -> Tensor:
+        logs = _promoted([member.log_prob(targets) for member in members])
+        return logs + log_weights.to(logs).unsqueeze(1)
+
+    return parts
 
 
 def _values(members: list[RegressionPrediction], log_weights: Tensor) -> RegressionPrediction:
@@ -98,10 +113,18 @@ def _check_shapes(outputs: list[Tensor]) -> None:
 
 def _average(values: list[Tensor], log_weights: Tensor) -> Tensor:
     """`Σ_m w_m values_m`."""
-    average: Tensor = torch.tensordot(log_weights.exp().to(values[0]), torch.stack(values), dims=1)
+    stacked = _promoted(values)
+    average: Tensor = torch.tensordot(log_weights.exp().to(stacked), stacked, dims=1)
     return average
 
 
 def _log_average(logs: list[Tensor], log_weights: Tensor) -> Tensor:
     """`log Σ_m w_m exp(logs_m)`."""
-    return torch.stack([log + weight.to(log) for log, weight in zip(logs, log_weights, strict=True)]).logsumexp(0)
+    stacked = _promoted(logs)
+    return (stacked + log_weights.to(stacked).reshape(-1, *[1] * logs[0].dim())).logsumexp(0)
+
+
+def _promoted(values: list[Tensor]) -> Tensor:
+    """Side by side `[M, ...]` in the widest of their dtypes."""
+    dtype = functools.reduce(torch.promote_types, [value.dtype for value in values])
+    return torch.stack([value.to(dtype) for value in values])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -80,9 +80,15 @@ class Entropies:
 
 
 class _DiscretePrediction(Prediction):
-    """`entropy` split into what the weights explain and what they do not."""
+    """`entropy` split into what the weights explain and what they do not.
+
+    `components`, where present, gives the log-probabilities `[M, N]` of targets under the M parts of a mixture, weights
+    included. The outputs of an example are independent within a part, and not in the mixture, whose probability of them
+    all is no product; probabilities, labels, entropies and `distribution()` are those of one output at a time.
+    """
 
     sampled: Callable[[], Entropies]
+    components: Callable[[Tensor], Tensor] | None
 
     @cached_property
     def _entropies(self) -> Entropies:
@@ -118,13 +124,25 @@ class ClassPrediction(_DiscretePrediction):
     dim: int
     ignore_index: int = -100
     sampled: Callable[[], Entropies] = field(kw_only=True, repr=False)
+    components: Callable[[Tensor], Tensor] | None = field(default=None, kw_only=True, repr=False)
 
     @staticmethod
-    def mixture(log_probs: Tensor, dim: int, ignore_index: int = -100) -> ClassPrediction:
-        """The equal mixture of `log_probs: [S, N, *output]`, classes along `dim` of one sample."""
+    def mixture(log_probs: Tensor, dim: int, ignore_index: int = -100, joint: bool = False) -> ClassPrediction:
+        """The equal mixture of `log_probs: [S, N, *output]`, classes along `dim` of one sample.
+
+        With `joint` the positions of an example have the sample in common.
+        """
         mean = _log_mean(log_probs)
         entropies = Entropies(entropy_terms(mean).sum(dim), entropy_terms(log_probs).sum(dim + 1).mean(0))
-        return ClassPrediction(mean, dim, ignore_index, sampled=lambda: entropies)
+        prediction = ClassPrediction(mean, dim, ignore_index, sampled=lambda: entropies)
+        if not joint or mean.dim() == 2:
+            return prediction
+
+        def components(targets: Tensor) -> Tensor:
+            each = [replace(prediction, log_probs=part).log_prob(targets) for part in log_probs]
+            return torch.stack(each) - math.log(len(each))
+
+        return replace(prediction, components=components)
 
     @cached_property
     def probs(self) -> Tensor:
@@ -147,11 +165,13 @@ class ClassPrediction(_DiscretePrediction):
         return entropy_terms(self.log_probs).sum(self.dim)
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Log probability of class indices `[N, *positions]`, summed over positions: `[N]`.
+        """Log probability of class indices `[N, *positions]`, of all positions together: `[N]`.
 
         Positions whose target is `ignore_index` are not observed and add 0.
         """
         index, observed = self.targets(targets)
+        if self.components is not None:
+            return self.components(targets).logsumexp(0)
         chosen = self.log_probs.gather(self.dim, index.unsqueeze(self.dim)).squeeze(self.dim)
         chosen = torch.where(observed, chosen, torch.zeros_like(chosen))
         return chosen.flatten(1).sum(1) if chosen.dim() > 1 else chosen
@@ -182,16 +202,28 @@ class BinaryPrediction(_DiscretePrediction):
     log_yes: Tensor
     log_no: Tensor
     sampled: Callable[[], Entropies] = field(repr=False)
+    components: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
 
     @staticmethod
-    def mixture(logits: Tensor) -> BinaryPrediction:
-        """The equal mixture of the probabilities of `logits: [S, N, *output]`."""
+    def mixture(logits: Tensor, joint: bool = False) -> BinaryPrediction:
+        """The equal mixture of the probabilities of `logits: [S, N, *output]`.
+
+        With `joint` the outputs of an example have the sample in common.
+        """
         sides = functional.logsigmoid(logits), functional.logsigmoid(-logits)
         yes, no = (_log_mean(side) for side in sides)
         entropies = Entropies(
             entropy_terms(yes) + entropy_terms(no), (entropy_terms(sides[0]) + entropy_terms(sides[1])).mean(0)
         )
-        return BinaryPrediction(yes, no, lambda: entropies)
+        prediction = BinaryPrediction(yes, no, lambda: entropies)
+        if not joint or yes[0].numel() == 1:
+            return prediction
+
+        def components(targets: Tensor) -> Tensor:
+            each = [replace(prediction, log_yes=y, log_no=n).log_prob(targets) for y, n in zip(*sides, strict=True)]
+            return torch.stack(each) - math.log(len(each))
+
+        return replace(prediction, components=components)
 
     @cached_property
     def probs(self) -> Tensor:
@@ -214,9 +246,11 @@ class BinaryPrediction(_DiscretePrediction):
         return entropy_terms(self.log_yes) + entropy_terms(self.log_no)
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Log probability of targets 0 or 1 `[N, *output]`, summed over outputs: `[N]`."""
+        """Log probability of targets 0 or 1 `[N, *output]`, of all outputs together: `[N]`."""
         if targets.shape != self.probs.shape:
             raise InputError(f"targets of shape {list(targets.shape)} against outputs of {list(self.probs.shape)}.")
+        if self.components is not None:
+            return self.components(targets).logsumexp(0)
         terms = torch.where(targets.to(torch.bool), self.log_yes, self.log_no)
         return terms.flatten(1).sum(1) if terms.dim() > 1 else terms
 
@@ -254,7 +288,8 @@ class RegressionPrediction(Prediction):
         if not 0 < probability < 1:
             raise InputError(f"interval(p) needs a probability between 0 and 1, got {probability}.")
         if self.components is not None:
-            return self.components.quantile((1 - probability) / 2), self.components.quantile((1 + probability) / 2)
+            tail = (1 - probability) / 2
+            return self.components.quantile(tail), self.components.mirrored().quantile(tail).neg()
         width = math.sqrt(2) * torch.erfinv(torch.tensor(probability, dtype=torch.float64)).item() * self.std
         return self.mean - width, self.mean + width
 

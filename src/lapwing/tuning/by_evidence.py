@@ -23,6 +23,7 @@ from lapwing.tuning.result import Tuning
 
 if TYPE_CHECKING:
     from lapwing.laplace import Laplace
+    from lapwing.posterior import Posterior
 
 EDGE = 40.0  # |log λ| beyond which an optimum is said to run off
 
@@ -189,7 +190,7 @@ def search_space(la: Laplace, groups: tuple[Group, ...], noise: bool, from_here:
     """
     posterior = la.posterior
     posterior._gaussian()
-    curvature = posterior.curvature_diagonal()
+    curvature = _above_rounding(posterior)
     distances = {name: (posterior.weights[name].double() - posterior.means[name]).square() for name in posterior.sizes}
     current = {name: value.detach().expand(posterior.sizes[name]) for name, value in posterior.precisions.items()}
     logarithms = {name: value.log() for name, value in current.items()}
@@ -224,6 +225,17 @@ def search_space(la: Laplace, groups: tuple[Group, ...], noise: bool, from_here:
         starts.append(la._noise.detach().log()[None])
         frees.append(torch.tensor([statistics.squared_error > 0], device=starts[0].device))
     return Space(la, groups, has_noise, torch.cat(starts).detach(), torch.cat(frees), tuple(held))
+
+
+def _above_rounding(posterior: Posterior) -> dict[str, Tensor]:
+    """The diagonal of H, 0 where it is not more than the rounding of the largest in its block: there may be none."""
+    diagonal, found = posterior.curvature_diagonal(), dict[str, Tensor]()
+    for block in posterior.spectrum.blocks:
+        largest = torch.stack([diagonal[name].abs().amax() for name in block.parameters]).amax()
+        rounding = torch.finfo(posterior.weights[block.parameters[0]].dtype).eps * largest
+        for name in block.parameters:
+            found[name] = torch.where(diagonal[name] > rounding, diagonal[name], torch.zeros_like(diagonal[name]))
+    return found
 
 
 def _diagonal_optimum(curvature: Tensor, distance: Tensor) -> Tensor:
