@@ -1,6 +1,6 @@
 """Lapwing: Laplace approximations for any PyTorch network."""
 
-from lapwing import priors
+from lapwing import diagnostics, priors
 from lapwing.errors import ConvergenceWarning, FileError, InputError, LapwingError, NotFittedError, TuningWarning
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian
@@ -10,5 +10,6 @@ from lapwing.version import __version__
 
 __all__ = [
     "Bernoulli", "Categorical", "ConvergenceWarning", "FactoredDamping", "FileError", "Gaussian", "GaussianPrior",
-    "InputError", "Laplace", "LapwingError", "NotFittedError", "Prediction", "TuningWarning", "__version__", "priors",
+    "InputError", "Laplace", "LapwingError", "NotFittedError", "Prediction", "TuningWarning", "__version__",
+    "diagnostics", "priors",
 ]  # fmt: skip
