@@ -16,7 +16,7 @@ from experiments.linearized_evidence.measure import Setting
 from lapwing import Laplace
 from lapwing.plots.canvas import COLORS, GRAY, INK, house_style
 
-_SPAN = np.linspace(-0.75, 1.75, 41)
+_ACROSS, _ALONG = np.linspace(-0.5, 1.5, 45), np.linspace(-0.35, 0.3, 45)
 
 
 def landscapes(setting: Setting, la: Laplace) -> dict[str, Any]:
@@ -41,10 +41,10 @@ def landscapes(setting: Setting, la: Laplace) -> dict[str, Any]:
         penalty = sum(float((precisions[name] * value.square()).sum()) for name, value in values.items())
         return (0.5 * penalty - scale * float(la.likelihood.log_prob(f, y).sum())) / len(x)
 
-    network, linear = np.zeros((len(_SPAN), len(_SPAN))), np.zeros((len(_SPAN), len(_SPAN)))
+    network, linear = (np.zeros((len(_ALONG), len(_ACROSS))) for _ in range(2))
     with torch.no_grad():
-        for i, b in enumerate(_SPAN):
-            for j, a in enumerate(_SPAN):
+        for i, b in enumerate(_ALONG):
+            for j, a in enumerate(_ACROSS):
                 here = {name: weights[name] + a * to_mode[name] + b * weights[name] for name in weights}
                 network[i, j] = loss(outputs(here), here)
                 linear[i, j] = loss(plain + a * moves[0] + b * moves[1], here)
@@ -59,10 +59,10 @@ def draw(fields: dict[str, Any], scalings: dict[str, Any], path: Path) -> None:
         figure = Figure(figsize=(10.5, 3.5), layout="constrained")
         axes = figure.subplots(1, 3)
         low = min(fields["network"].min(), fields["linear"].min())
-        levels = low + np.geomspace(0.02, 20, 16)
+        levels = low + np.geomspace(0.05, 20, 18)
         titles = {"network": "Loss of the network", "linear": "Loss of its linearization"}
         for ax, (name, title) in zip(axes, titles.items(), strict=False):
-            ax.contour(_SPAN, _SPAN, fields[name], levels=levels, cmap="viridis", linewidths=0.8)
+            ax.contour(_ACROSS, _ALONG, fields[name], levels=levels, cmap="viridis", linewidths=0.8)
             ax.plot(0, 0, "o", color=COLORS[1], label="θ̃, the network")
             ax.plot(1, 0, "*", color=COLORS[0], markersize=11, label="θ*, the linear model's mode")
             ax.set(title=title, xlabel="from θ̃ toward θ*", ylabel="along θ̃" if name == "network" else "")
@@ -73,7 +73,7 @@ def draw(fields: dict[str, Any], scalings: dict[str, Any], path: Path) -> None:
         for color, name, label in ((COLORS[1], "shared", "one shared precision"), (COLORS[0], "separate", "separate")):
             ax.plot(factors, np.array(scalings[name]["std"]) / base, "o-", color=color, label=label)
         ax.axhline(1, color=GRAY, linewidth=0.6, zorder=0)
-        ax.set(xscale="log", yscale="log", title="Predictive spread", xlabel="scale k of a scale-free group")
-        ax.set_ylabel("standard deviation, k = 1 and shared: 1")
+        ax.set(xscale="log", title="Predictive spread", xlabel="scale k of a scale-free group")
+        ax.set_ylabel("mean standard deviation (shared, k = 1: 1)")
         ax.legend(fontsize=7, labelcolor=INK)
         figure.savefig(path, metadata={"Date": None})

@@ -72,8 +72,8 @@ class Setting:
         return la.latent(self.split.x_test[:100], diagonal=True, center="network").covariance.sqrt()
 
 
-def measure(setting: Setting) -> dict[str, Any]:
-    """Everything the table says of one network."""
+def measure(setting: Setting) -> tuple[dict[str, Any], dict[str, Laplace]]:
+    """What the table says of one network, and its posteriors with shared and with separate precisions."""
     start, case = time.perf_counter(), setting.case
     la = setting.fit(setting.model)
     network = la.at().tune_prior()
@@ -117,26 +117,24 @@ def measure(setting: Setting) -> dict[str, Any]:
             "warnings": one.tuning_.warnings,
         }
     row["seconds"] = time.perf_counter() - start
-    return row
+    return row, tuned
 
 
-def scaling(setting: Setting, factors: list[float]) -> dict[str, Any]:
+def scaling(setting: Setting, tuned: dict[str, Laplace], factors: list[float]) -> dict[str, Any]:
     """How predictive standard deviations change when the largest scale-free group is scaled by each factor.
 
     The network stays the same function: norms that see the factor are scaled alike, with their eps and running
     statistics. `change` is the largest relative change over inputs and outputs.
     """
-    la = setting.fit(setting.model)
-    groups = [group for group in diagnose(la).groups if group.scale_free]
+    groups = [group for group in diagnose(tuned["shared"]).groups if group.scale_free]
     group = max(groups, key=lambda one: one.size)
     found: dict[str, Any] = {"group": group.label, "factors": factors}
     for name, kind in (("shared", "scalar"), ("separate", "auto")):
-        reference = setting.tuned(la, kind)
-        before = setting.spread(reference)
+        before = setting.spread(tuned[name])
         found[name] = {"std": [], "change": [], "precision": []}
         for factor in factors:
             model = scaled(setting.model, group.parameters, factor, setting.split.x_train[:50])
-            moved = reference if factor == 1 else setting.tuned(setting.fit(model), kind)
+            moved = tuned[name] if factor == 1 else setting.tuned(setting.fit(model), kind)
             after = setting.spread(moved)
             assert moved.tuning_ is not None
             precisions = moved.tuning_.precisions
