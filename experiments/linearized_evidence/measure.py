@@ -121,13 +121,14 @@ def measure(setting: Setting) -> tuple[dict[str, Any], dict[str, Laplace]]:
 
 
 def scaling(setting: Setting, tuned: dict[str, Laplace], factors: list[float]) -> dict[str, Any]:
-    """How predictive standard deviations change when the largest scale-free group is scaled by each factor.
+    """How predictive standard deviations change when a scale-free group is scaled by each factor.
 
-    The network stays the same function: norms that see the factor are scaled alike, with their eps and running
-    statistics. `change` is the largest relative change over inputs and outputs.
+    It is the group that the data determine most under separate precisions. The network stays the same function: norms
+    that see the factor are scaled alike, with their eps and running statistics. `change` is the largest relative change
+    over inputs and outputs.
     """
-    groups = [group for group in diagnose(tuned["shared"]).groups if group.scale_free]
-    group = max(groups, key=lambda one: one.size)
+    groups = [group for group in diagnose(tuned["separate"]).groups if group.scale_free]
+    group = max(groups, key=lambda one: one.effective_dimension)
     found: dict[str, Any] = {"group": group.label, "factors": factors}
     for name, kind in (("shared", "scalar"), ("separate", "auto")):
         before = setting.spread(tuned[name])
