@@ -332,6 +332,7 @@ def test_expected_losses_are_exact_away_from_a_mode(tempered: str, temperature: 
         torch.testing.assert_close(pruned.get_parameter("weight"), la.posterior.mean["weight"] * kept)
 
 
+@pytest.mark.filterwarnings("ignore:The linear model's mode was found:lapwing.ConvergenceWarning")
 def test_losses_around_a_mode_that_the_prior_left() -> None:
     """The linear model's mode under another prior than the current one: no mode any more, and the slope knows."""
     x, y = orthogonal()
@@ -339,9 +340,6 @@ def test_losses_around_a_mode_that_the_prior_left() -> None:
     la = la.find_mode([(x, y)], tolerance=1e-10).at(prior=50.0, center="linear")
     found = prune(la, 0.5)
     assert found.joint_loss == pytest.approx(found.measured_loss([(x, y)]), rel=1e-8)
-    around = la.recentered()
-    assert prune(around, 0.0).measured_loss([(x, y)]) == pytest.approx(0, abs=1e-9)
-    assert prune(around, 0.5).joint_loss == pytest.approx(prune(around, 0.5).measured_loss([(x, y)]), rel=1e-8)
 
 
 @pytest.mark.parametrize("sparsity", [1 / 6, 0.5, 5 / 6])

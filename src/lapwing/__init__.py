@@ -1,6 +1,6 @@
 """Lapwing: Laplace approximations for any PyTorch network."""
 
-from lapwing import priors
+from lapwing import diagnostics, priors
 from lapwing.augmentation import Averaged
 from lapwing.comparison import Comparison, compare
 from lapwing.errors import (
@@ -27,5 +27,5 @@ __all__ = [
     "Averaged", "Bernoulli", "Categorical", "Comparison", "ComparisonWarning", "ConvergenceWarning", "DataWarning",
     "EvidenceInTheLoop", "FactoredDamping", "FileError", "Gaussian", "GaussianPrior", "InputError", "Laplace",
     "LapwingError", "Mixture", "NotFittedError", "Prediction", "Pruning", "PruningWarning", "TuningWarning",
-    "__version__", "compare", "priors", "prune", "train_with_evidence",
+    "__version__", "compare", "diagnostics", "priors", "prune", "train_with_evidence",
 ]  # fmt: skip

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lapwing.batches import check_targets, read, read_output
 from lapwing.errors import InputError, PruningWarning, choose
+from lapwing.examples import few_examples
 from lapwing.laplace import Laplace
 from lapwing.progress import bar
 from lapwing.removal import joint_loss, marginal_precisions, measurement, penalty, spared
@@ -217,9 +218,10 @@ def prunable(
     la: Laplace, units: str = "weight", only: str | Sequence[str] | None = None, loader: Iterable[Any] | None = None
 ) -> Units:
     """What may be pruned: see `prune`. Output units take a look at a few inputs, those of the fit or of the loader."""
-    state, outputs = la._unchanged(), frozenset[str]()
+    la._unchanged()
+    outputs = frozenset[str]()
     if units == "output" and only is None:
-        inputs = state.tape.seen if loader is None else la._few(loader)
+        inputs = few_examples(la, loader)
         if inputs is None:
             raise InputError(
                 "units='output' looks at a few inputs to see which layers make the model's outputs, and a file keeps "

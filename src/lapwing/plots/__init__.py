@@ -1,6 +1,10 @@
 """Pictures: functions that take `ax=None` and return matplotlib axes (`pip install "lapwing[plot]"`)."""
 
 from lapwing.plots.comparison import comparison
+from lapwing.plots.diagnosis import diagnosis
 from lapwing.plots.training import training_history
+from lapwing.plots.tuning import tuning
 
-__all__ = ["comparison", "training_history"]
+__all__ = [
+    "comparison", "diagnosis", "training_history", "tuning",
+]  # fmt: skip

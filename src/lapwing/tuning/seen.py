@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from lapwing.batches import Inputs, peek, unpack
 from lapwing.errors import InputError
+from lapwing.examples import few_examples
 from lapwing.guard import random_state_kept
-from lapwing.replay import Replay
 from lapwing.scale_free import find_scale_free, first_weight
 
 if TYPE_CHECKING:
     from lapwing.laplace import Laplace
-
-_FEW = 16
 
 
 def seen(la: Laplace, what: str, loader: Iterable[Any] | None) -> dict[str, str]:
@@ -25,7 +21,7 @@ def seen(la: Laplace, what: str, loader: Iterable[Any] | None) -> dict[str, str]
     """
     state = la._unchanged()
     with random_state_kept(), la._borrow(state.weights):
-        inputs = state.tape.seen if loader is None else _few(la, loader)
+        inputs = few_examples(la, loader)
         if inputs is None:
             raise InputError(f"groups={what!r} looks at a few inputs, and a file keeps none: pass loader=... as well.")
         if what == "input":
@@ -37,10 +33,3 @@ def seen(la: Laplace, what: str, loader: Iterable[Any] | None) -> dict[str, str]
             "the outputs. There is nothing to separate: use groups='scalar' or 'layer'."
         )
     return found.labels()
-
-
-def _few(la: Laplace, loader: Iterable[Any]) -> Inputs:
-    with closing(Replay(loader, "Finding prior groups")) as batches:
-        inputs, targets = unpack(peek(batches)[1], "Batch 0", la.unpack)
-    count = len(targets)
-    return (inputs.split(count).part(0, _FEW) if inputs.all_batched(count) else inputs).copy().to(la.device)
