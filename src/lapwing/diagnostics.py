@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from lapwing.curvature import Block
 from lapwing.curvature.lowrank import LowRankAccumulator
+from lapwing.errors import ConvergenceWarning
 from lapwing.examples import few_examples
 from lapwing.gradients import Layer
 from lapwing.guard import random_state_kept
@@ -185,7 +187,10 @@ def _slope(
 def _mode(la: Laplace, posterior: Posterior, mode: Mode) -> ModeDiagnosis:
     residual = _slope(posterior, mode.step, mode.gradient)[1]
     distance = _distance(posterior, mode, tuple(posterior.sizes))
-    return ModeDiagnosis(residual, mode.residual, float(la.log_evidence(center="linear")), distance)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # the diagnosis says it
+        evidence = float(la.log_evidence(center="linear"))
+    return ModeDiagnosis(residual, mode.residual, evidence, distance)
 
 
 def _distance(posterior: Posterior, mode: Mode, names: tuple[str, ...]) -> float:

@@ -16,7 +16,7 @@ _FEW = 16
 
 
 def few_examples(la: Laplace, loader: Iterable[Any] | None = None) -> Inputs | None:
-    """Those on which the fit found the layers, or the first of a loader; None without either, as after reading a file."""
+    """Those on which the fit found the layers, or the first of a loader; None after reading a file without one."""
     if loader is None:
         return la._state().tape.seen
     with closing(Replay(loader, "A look at a few inputs")) as batches:
