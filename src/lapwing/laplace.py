@@ -28,6 +28,7 @@ from lapwing.linear_model import LinearModel
 from lapwing.mode import Mode, find_mode
 from lapwing.posterior import CENTERS, TEMPERED, Posterior
 from lapwing.predictive.linearized import Latent, latent
+from lapwing.predictive.links import needs_covariances
 from lapwing.predictive.prediction import Prediction
 from lapwing.predictive.sampled import sampled_outputs
 from lapwing.priors import Prior
@@ -437,8 +438,9 @@ class Laplace:
             x: the inputs.
             method: "linearized" (outputs are Gaussian; the link integrates over them) or "sampled" (forward
                 passes of weights drawn once, the same for all inputs).
-            link: for linearized predictions of classes "probit" (default, closed form) or "mc" (Monte
-                Carlo over outputs, with noise of its own for every input); regression is exact.
+            link: for linearized predictions of classes "probit" (default), "mf1", "mf2", "bridge", "bridge-norm" or
+                "delta" (closed forms, each with its range: `lapwing.predictive.links`), or "mc" (Monte Carlo over
+                outputs, with noise of its own for every input); regression is exact.
             samples: draws (default 100 sampled, 1,000 in output space), or weights from `la.sample`.
             generator: the source of randomness; None consumes torch's global one.
             center: "network", "newton" or "linear" (after `find_mode`); default that of `la`.
@@ -464,7 +466,7 @@ class Laplace:
             return self.likelihood.predict_samples(outputs, self._noise.detach())
         if isinstance(samples, Mapping):
             raise InputError("Weights as samples belong to method='sampled'.")
-        found = self._latent(x, False, sys.maxsize if link == "mc" else _FULL_COVARIANCE, center)
+        found = self._latent(x, False, sys.maxsize if needs_covariances(link) else _FULL_COVARIANCE, center)
         if found.diagonal:
             latents = GaussianOutputs(found.mean, found.covariance, None)
         else:

@@ -17,11 +17,10 @@ from lapwing.predictive.components import Components
 from lapwing.predictive.prediction import (
     BinaryPrediction,
     ClassPrediction,
-    Entropies,
     Prediction,
     RegressionPrediction,
-    entropy_terms,
 )
+from lapwing.predictive.uncertainty import Parts, Split
 
 Kind = TypeVar("Kind", bound=Prediction)
 
@@ -49,11 +48,10 @@ def _classes(members: list[ClassPrediction], log_weights: Tensor) -> ClassPredic
     _check_shapes([member.log_probs for member in members])
     log_probs = _log_average([member.log_probs for member in members], log_weights)
 
-    def entropies() -> Entropies:
-        total = entropy_terms(log_probs).sum(first.dim)
-        return Entropies(total, _average([member.aleatoric for member in members], log_weights))
-
-    return ClassPrediction(log_probs, first.dim, first.ignore_index, sampled=entropies)
+    mixed = ClassPrediction(
+        log_probs, first.dim, first.ignore_index, sampled=lambda: _parts(mixed, members, log_weights)
+    )
+    return mixed
 
 
 def _answers(members: list[BinaryPrediction], log_weights: Tensor) -> BinaryPrediction:
@@ -61,11 +59,21 @@ def _answers(members: list[BinaryPrediction], log_weights: Tensor) -> BinaryPred
     yes = _log_average([member.log_yes for member in members], log_weights)
     no = _log_average([member.log_no for member in members], log_weights)
 
-    def entropies() -> Entropies:
-        within = _average([member.aleatoric for member in members], log_weights)
-        return Entropies(entropy_terms(yes) + entropy_terms(no), within)
+    mixed = BinaryPrediction(yes, no, lambda: _parts(mixed, members, log_weights))
+    return mixed
 
-    return BinaryPrediction(yes, no, entropies)
+
+def _parts(
+    mixed: ClassPrediction | BinaryPrediction,
+    members: Sequence[ClassPrediction] | Sequence[BinaryPrediction],
+    log_weights: Tensor,
+) -> Parts:
+    """The mixture's entropy and variance, within which only the members' aleatoric parts remain."""
+    entropies, variances = (
+        _average([member.uncertainty(measure).aleatoric for member in members], log_weights)
+        for measure in ("entropy", "variance")
+    )
+    return Parts(Split(mixed.entropy, entropies), Split(mixed.variance, variances), members[0].parts.source)
 
 
 def _values(members: list[RegressionPrediction], log_weights: Tensor) -> RegressionPrediction:
@@ -74,7 +82,8 @@ def _values(members: list[RegressionPrediction], log_weights: Tensor) -> Regress
     aleatoric = _average([member.aleatoric for member in members], log_weights)
     epistemic = _average([member.epistemic + (member.mean - mean).square() for member in members], log_weights)
     components = Components.joined([_components(member) for member in members], log_weights)
-    return RegressionPrediction(mean, aleatoric, epistemic, components=components)
+    noise_entropy = _average([member.uncertainty("entropy").aleatoric for member in members], log_weights)
+    return RegressionPrediction(mean, aleatoric, epistemic, components=components, noise_entropy=noise_entropy)
 
 
 def _components(member: RegressionPrediction) -> Components:
