@@ -1,6 +1,16 @@
 """Pictures: functions that take `ax=None` and return matplotlib axes (`pip install "lapwing[plot]"`)."""
 
 from lapwing.plots.comparison import comparison
+from lapwing.plots.predictions import (
+    entropy_histogram,
+    inverse_ecdf,
+    regression_bands,
+    reliability_diagram,
+    risk_coverage,
+)
 from lapwing.plots.training import training_history
 
-__all__ = ["comparison", "training_history"]
+__all__ = [
+    "comparison", "entropy_histogram", "inverse_ecdf", "regression_bands", "reliability_diagram", "risk_coverage",
+    "training_history",
+]  # fmt: skip
