@@ -64,7 +64,8 @@ def integral(mean: Tensor, covariance: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(covariance)
     noise = torch.randn(DRAWS // 2, len(mean), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     moved = torch.cat([noise, -noise]) @ (vectors * values.clamp(min=0).sqrt()).T
-    return (mean + moved).softmax(1).mean(0)
+    probs: Tensor = (mean + moved).softmax(1)
+    return probs.mean(0)
 
 
 def first_class(case: Case) -> dict[str, list[float | None]]:
@@ -127,12 +128,14 @@ def fashion() -> list[Row]:
                 probs, entropy = scores(at, name, images.x_test)
                 _, other = scores(at, name, foreign)
             except InputError:
-                rows.append(Row(prior, name, *[math.nan] * 5))
+                rows.append(Row(prior, name, math.nan, math.nan, math.nan, math.nan, math.nan))
                 continue
             distance = float((probs - exact).abs().sum(1).mean() / 2)
             y = images.y_test
-            quality = (accuracy(probs, y), negative_log_likelihood(probs, y), expected_calibration_error(probs, y))
-            rows.append(Row(prior, name, *map(float, quality), float(auroc(entropy, other)), distance))
+            rows.append(Row(
+                prior, name, float(accuracy(probs, y)), float(negative_log_likelihood(probs, y)),
+                float(expected_calibration_error(probs, y)), float(auroc(entropy, other)), distance,
+            ))  # fmt: skip
     return rows
 
 
@@ -168,7 +171,8 @@ def draw(curves: list[dict[str, list[float | None]]]) -> None:
         for ax in (axes[0], axes[2]):
             ax.set_ylabel("p(first class)")
         figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=7)
-        figure.savefig(HERE / "figure.svg", metadata={"Date": None})
+        for path in (HERE / "figure.svg", HERE.parent.parent / "docs" / "images" / "links.svg"):
+            figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
@@ -186,7 +190,7 @@ def main() -> None:
             for case, found in zip(CASES, curves, strict=True)
         ],
         "fashion": [
-            {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in asdict(row).items()}
+            {key: None if value != value else value for key, value in asdict(row).items()}  # NaN is no JSON
             for row in rows
         ],
     }  # fmt: skip
