@@ -43,11 +43,10 @@ def test_blocks_are_the_marginals(structure: str, likelihood: str) -> None:
 def test_against_dense_algebra() -> None:
     la = fitted("regression", "full")
     rows = oracles.packed_jacobian(la, X).flatten(0, 1)
-    (block,) = la.posterior.blocks
-    basis: Any = block.basis
-    covariance = basis.expand(torch.diag(block.scale.flatten().sqrt()).reshape(-1, *block.basis.shape))
-    expected = rows @ covariance.T @ covariance @ rows.T
-    torch.testing.assert_close(la.predict(X, joint=True).covariance, expected, rtol=1e-9, atol=1e-12)  # type: ignore[attr-defined]
+    precision = la.curvature.blocks[0].accumulator.matrix() / 0.2
+    precision = precision + 3 * torch.eye(len(precision), dtype=torch.float64)
+    expected = rows @ torch.linalg.solve(precision, rows.T)
+    torch.testing.assert_close(la.latent(X, joint=True).covariance, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("network", ["mlp", "cnn", "attention", "gru", "tokens"])
@@ -56,8 +55,24 @@ def test_the_cross_covariance_is_a_block_of_the_joint(structure: str, network: s
     la, x = fitted("regression", structure, network), networks.inputs(network, 5, seed=9)
     whole = la.latent(x, joint=True).covariance
     torch.testing.assert_close(la.cross_covariance(x[:2], x[2:]), whole[:6, 6:], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(la.cross_covariance(x[:4], x[4:]), whole[:12, 12:], rtol=1e-9, atol=1e-12)
     twice = la.cross_covariance(x, x)
     torch.testing.assert_close(twice, whole, rtol=1e-9, atol=1e-12)
+
+
+def test_a_large_batch_goes_in_parts() -> None:
+    """Rows that the whole joint covariance would have too many of."""
+    la = fitted(max_columns=210)
+    x = networks.inputs("mlp", 150, seed=3)
+    found = la.cross_covariance(x[:4], x[4:])
+    assert found.shape == (12, 438)
+    rows, others = (oracles.packed_jacobian(fitted(structure="full"), part).flatten(0, 1) for part in (x[:4], x[4:]))
+    full = fitted(structure="full", max_columns=210)
+    precision = full.curvature.blocks[0].accumulator.matrix().double() / 0.2
+    precision = precision + 3 * torch.eye(len(precision), dtype=torch.float64)
+    expected = rows @ torch.linalg.solve(precision, others.T)
+    torch.testing.assert_close(full.cross_covariance(x[:4], x[4:]), expected, rtol=1e-8, atol=1e-11)
+    torch.testing.assert_close(full.cross_covariance(x[4:], x[:4]), expected.T, rtol=1e-8, atol=1e-11)
 
 
 def test_two_batches_must_make_one() -> None:
@@ -155,6 +170,8 @@ def test_too_many_outputs_ask_for_jacobian_vector_products() -> None:
     assert la.predict(X, method="pushed", samples=4).probs.shape == (5, 3)
     with pytest.raises(InputError, match="at least 1"):
         la.predict(X, method="pushed", samples=0)
+    with pytest.raises(InputError, match="Supported: exact"):
+        fitted().predict(X, joint=True, link="probit")
     with pytest.raises(InputError, match="not differentiable"):
         la.predict(X.clone().requires_grad_(), method="pushed", samples=2)
 

@@ -17,6 +17,7 @@ from tests import networks
 X = networks.inputs("mlp", 6, seed=9)
 METHODS: list[dict[str, Any]] = [
     {}, {"link": "mf2"}, {"link": "bridge-norm"}, {"link": "mc", "samples": 50}, {"method": "sampled", "samples": 20},
+    {"method": "pushed", "samples": 20},
 ]  # fmt: skip
 
 

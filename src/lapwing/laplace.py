@@ -42,6 +42,7 @@ from lapwing.tuning import Groups, Tuning, tune
 from lapwing.weights import LAST_LAYER, Weights, last_layer, select, unwrap
 
 _FULL_COVARIANCE = 64  # outputs up to which a prediction keeps the covariance between them
+_CROSS = 64  # examples at once, at least, of the larger of two batches whose covariance is wanted
 
 
 class Laplace:
@@ -421,12 +422,20 @@ class Laplace:
     def cross_covariance(self, x: Any, other: Any, center: str | None = None) -> Tensor:
         """Covariance of the linearized outputs at `x` with those at `other`: `[N·D, M·D]`.
 
-        It is a block of the joint covariance at the inputs of both, which the model sees as one batch.
+        It is a block of the joint covariance at the inputs of both, which the model sees as one batch; the larger of
+        the two goes in parts, so that little is computed of the rest of that matrix.
         """
         first, second = self._inputs(x), self._inputs(other)
-        found = self._latent(first.joined(second), True, sys.maxsize, center)
-        split = first.examples() * found.mean[0].numel()
-        return found.covariance[:split, split:]
+        examples, others = first.examples(), second.examples()
+        if others < examples:
+            return self.cross_covariance(second, first, center).T
+        step, split = max(examples, _CROSS), second.split(others)
+        columns = []
+        for start in range(0, others, step):
+            found = self._latent(first.joined(split.part(start, start + step)), True, sys.maxsize, center)
+            rows = examples * found.mean[0].numel()
+            columns.append(found.covariance[:rows, rows:])
+        return torch.cat(columns, dim=1)
 
     def _latent(self, x: Any, joint: bool, keep: int, center: str | None) -> Latent:
         state = self._unchanged()
@@ -477,7 +486,8 @@ class Laplace:
         count = 1000 if samples is None else samples
         if joint:
             found = self._latent(x, True, sys.maxsize, center)
-            return JointPrediction(found.mean, found.covariance, self.likelihood, noise, link, count, generator)
+            prediction = JointPrediction(found.mean, found.covariance, self.likelihood, noise, link, count, generator)
+            return prediction if link is None else prediction.checked()
         found = self._latent(x, False, sys.maxsize if needs_covariances(link) else _FULL_COVARIANCE, center)
         if found.diagonal:
             latents = GaussianOutputs(found.mean, found.covariance, None)

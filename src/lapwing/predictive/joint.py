@@ -44,6 +44,11 @@ class JointPrediction(Prediction):
         outputs = GaussianOutputs(self.mean, variance, own)
         return self.likelihood.predict_gaussian(outputs, self.noise, self.link, self.samples, self.generator)
 
+    def checked(self) -> JointPrediction:
+        """Itself, once it is known that the link fits the likelihood and the outputs."""
+        _ = self.marginals
+        return self
+
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws of the outputs f at all inputs together: `[n, N, *output]`, without the noise of y."""
         _check_count(n)
