@@ -61,6 +61,39 @@ class Inputs:
     def requires_grad(self) -> bool:
         return any(tensor.requires_grad for tensor in self.tensors())
 
+    def examples(self) -> int:
+        """The size of the first tensor's first dimension."""
+        found = [tensor for tensor in self.tensors() if tensor.dim() > 0]
+        if not found:
+            raise InputError("The inputs hold no tensor with an example axis.")
+        return found[0].shape[0]
+
+    def joined(self, other: Inputs) -> Inputs:
+        """The examples of both in one batch; what has no example axis must be the same in both."""
+        (mine, spec), (theirs, same) = (tree_flatten((inputs.args, inputs.kwargs)) for inputs in (self, other))
+        if spec != same:
+            raise InputError("Inputs of different form (number or names of arguments) do not make one batch.")
+        first, second = self.examples(), other.examples()
+
+        def batched(leaf: Any, examples: int) -> bool:
+            return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == examples
+
+        leaves = []
+        for one, two in zip(mine, theirs, strict=True):
+            if batched(one, first) and batched(two, second):
+                if one.shape[1:] != two.shape[1:]:
+                    raise InputError(
+                        f"Examples of shape {list(one.shape[1:])} and {list(two.shape[1:])} do not make one batch: "
+                        "give both the same shape."
+                    )
+                leaves.append(torch.cat([one, two]))
+            elif type(one) is type(two) and (torch.equal(one, two) if isinstance(one, Tensor) else one == two):
+                leaves.append(one)
+            else:
+                raise InputError("An argument without an example axis differs between the two batches.")
+        args, kwargs = tree_unflatten(leaves, spec)
+        return Inputs(args, kwargs)
+
     def all_batched(self, examples: int) -> bool:
         """Whether there are tensors, each with an example axis (dimension 0 of size `examples`)."""
         found = self.tensors()

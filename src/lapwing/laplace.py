@@ -20,14 +20,17 @@ from lapwing.curvature.kfra import RESIDUAL
 from lapwing.data_evidence import data_evidence
 from lapwing.errors import InputError, NotFittedError, choose, positive
 from lapwing.fitted import Fitted
-from lapwing.guard import borrowed, random_state_kept
+from lapwing.guard import borrowed, random_state_kept, twice_differentiable
 from lapwing.likelihoods import Likelihood
 from lapwing.likelihoods.base import GaussianOutputs
 from lapwing.linear_model import linear_model
 from lapwing.mode import Mode, find_mode
 from lapwing.posterior import CENTERS, TEMPERED, Posterior
+from lapwing.predictive.joint import JointPrediction, JointSamples
 from lapwing.predictive.linearized import Latent, latent
+from lapwing.predictive.links import needs_covariances
 from lapwing.predictive.prediction import Prediction
+from lapwing.predictive.pushed import pushed_outputs
 from lapwing.predictive.sampled import sampled_outputs
 from lapwing.priors import Prior
 from lapwing.spectrum import Spectrum
@@ -37,6 +40,7 @@ from lapwing.tuning import Groups, Tuning, tune
 from lapwing.weights import LAST_LAYER, Weights, last_layer, select, unwrap
 
 _FULL_COVARIANCE = 64  # outputs up to which a prediction keeps the covariance between them
+_CROSS = 64  # examples at once, at least, of the larger of two batches whose covariance is wanted
 
 
 class Laplace:
@@ -361,6 +365,24 @@ class Laplace:
             raise InputError("latent: joint=True and diagonal=True exclude each other.")
         return self._latent(x, joint, 0 if diagonal else sys.maxsize, center)
 
+    def cross_covariance(self, x: Any, other: Any, center: str | None = None) -> Tensor:
+        """Covariance of the linearized outputs at `x` with those at `other`: `[N·D, M·D]`.
+
+        It is a block of the joint covariance at the inputs of both, which the model sees as one batch; the larger of
+        the two goes in parts, so that little is computed of the rest of that matrix.
+        """
+        first, second = self._inputs(x), self._inputs(other)
+        examples, others = first.examples(), second.examples()
+        if others < examples:
+            return self.cross_covariance(second, first, center).T
+        step, split = max(examples, _CROSS), second.split(others)
+        columns = []
+        for start in range(0, others, step):
+            found = self._latent(first.joined(split.part(start, start + step)), True, sys.maxsize, center)
+            rows = examples * found.mean[0].numel()
+            columns.append(found.covariance[:rows, rows:])
+        return torch.cat(columns, dim=1)
+
     def _latent(self, x: Any, joint: bool, keep: int, center: str | None) -> Latent:
         state = self._unchanged()
         posterior = self.at(center=center).posterior
@@ -376,48 +398,65 @@ class Laplace:
         samples: int | Mapping[str, Tensor] | None = None,
         generator: torch.Generator | None = None,
         center: str | None = None,
+        joint: bool = False,
     ) -> Prediction:
         """Predict at `x`: a tensor, a tuple of positional or a mapping of keyword arguments of the model.
 
         Args:
             x: the inputs.
-            method: "linearized" (outputs are Gaussian; the link integrates over them) or "sampled" (forward
-                passes of weights drawn once, the same for all inputs).
-            link: for linearized predictions of classes "probit" (default, closed form) or "mc" (Monte
-                Carlo over outputs, with noise of its own for every input); regression is exact.
-            samples: draws (default 100 sampled, 1,000 in output space), or weights from `la.sample`.
+            method: "linearized" (outputs are Gaussian; the link integrates over them), "pushed" (the same outputs for
+                weights drawn once, by a Jacobian-vector product each: for very many outputs) or "sampled" (forward
+                passes of weights drawn once). Drawn weights are the same for all inputs.
+            link: for linearized predictions of classes "probit" (default), "mf1", "mf2", "bridge", "bridge-norm" or
+                "delta" (closed forms, each with its range: `lapwing.predictive.links`), or "mc" (Monte Carlo over
+                outputs, with noise of its own for every input); regression is exact.
+            samples: draws (default 100 of weights, 1,000 in output space), or weights from `la.sample`.
             generator: the source of randomness; None consumes torch's global one.
             center: "network", "newton" or "linear" (after `find_mode`); default that of `la`.
+            joint: all inputs together: a `JointPrediction` with the covariance between them, or the `JointSamples` of
+                "pushed" and "sampled", both with `sample`, a joint `log_prob` and the `marginals` of each input.
         """
-        choose(method, ("linearized", "sampled"), "method")
+        choose(method, ("linearized", "pushed", "sampled"), "method")
         if isinstance(samples, int) and samples < 1:
             raise InputError(f"predict(samples=...) needs at least 1, got {samples}.")
-        state = self._unchanged()
-        if method == "sampled":
+        noise = self._noise.detach()
+        if method != "linearized":
             if link is not None:
-                raise InputError("link belongs to method='linearized'; sampled predictions average p(y|f) itself.")
-            inputs = self._inputs(x)
-            with self._borrow(state.weights):
-                outputs = sampled_outputs(
-                    self.model,
-                    self.at(center=center).posterior,
-                    inputs,
-                    self.output,
-                    100 if samples is None else samples,
-                    generator,
-                    self.progress,
-                )
-            return self.likelihood.predict_samples(outputs, self._noise.detach())
+                raise InputError(f"link belongs to method='linearized'; {method!r} predictions average p(y|f) itself.")
+            outputs = self._drawn_outputs(x, method, 100 if samples is None else samples, generator, center)
+            if joint:
+                return JointSamples(outputs, self.likelihood, noise)
+            return self.likelihood.predict_samples(outputs, noise)
         if isinstance(samples, Mapping):
-            raise InputError("Weights as samples belong to method='sampled'.")
-        found = self._latent(x, False, sys.maxsize if link == "mc" else _FULL_COVARIANCE, center)
+            raise InputError("Weights as samples belong to method='pushed' or 'sampled'.")
+        count = 1000 if samples is None else samples
+        if joint:
+            found = self._latent(x, True, sys.maxsize, center)
+            prediction = JointPrediction(found.mean, found.covariance, self.likelihood, noise, link, count, generator)
+            return prediction if link is None else prediction.checked()
+        found = self._latent(x, False, sys.maxsize if needs_covariances(link) else _FULL_COVARIANCE, center)
         if found.diagonal:
             latents = GaussianOutputs(found.mean, found.covariance, None)
         else:
             variance = found.covariance.diagonal(dim1=1, dim2=2).reshape(found.mean.shape)
             latents = GaussianOutputs(found.mean, variance, found.covariance)
-        count = 1000 if samples is None else samples
-        return self.likelihood.predict_gaussian(latents, self._noise.detach(), link, count, generator)
+        return self.likelihood.predict_gaussian(latents, noise, link, count, generator)
+
+    def _drawn_outputs(
+        self,
+        x: Any,
+        method: str,
+        samples: int | Mapping[str, Tensor],
+        generator: torch.Generator | None,
+        center: str | None,
+    ) -> Tensor:
+        """Outputs of drawn weights, of the linearized network or of itself: `[S, N, *output]`."""
+        state, inputs, posterior = self._unchanged(), self._inputs(x), self.at(center=center).posterior
+        with self._borrow(state.weights):
+            if method == "pushed":
+                with twice_differentiable(self.model):
+                    return pushed_outputs(state.tape, posterior, inputs, samples, generator, self.progress)
+            return sampled_outputs(self.model, posterior, inputs, self.output, samples, generator, self.progress)
 
     def _inputs(self, x: Any) -> Inputs:
         if isinstance(x, Mapping):

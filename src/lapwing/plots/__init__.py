@@ -2,9 +2,17 @@
 
 from lapwing.plots.comparison import comparison
 from lapwing.plots.diagnosis import diagnosis
+from lapwing.plots.predictions import (
+    entropy_histogram,
+    inverse_ecdf,
+    regression_bands,
+    reliability_diagram,
+    risk_coverage,
+)
 from lapwing.plots.training import training_history
 from lapwing.plots.tuning import tuning
 
 __all__ = [
-    "comparison", "diagnosis", "training_history", "tuning",
+    "comparison", "diagnosis", "entropy_histogram", "inverse_ecdf", "regression_bands", "reliability_diagram",
+    "risk_coverage", "training_history", "tuning",
 ]  # fmt: skip

@@ -55,6 +55,8 @@ def latent(tape: Tape, posterior: Posterior, inputs: Inputs, joint: bool, keep: 
         singles = tape.singles(inputs, mixed.outputs, create_graph)
         found = _joined([_moments(single, posterior, joint, diagonal) for single in singles])
     else:
+        if joint:
+            _check_joint(record.outputs, max_columns)
         head = _of_head(record, posterior) if not joint and record.outputs[0].numel() > keep else None
         if head is not None:
             return head if create_graph else Latent(head.mean.detach(), head.covariance.detach(), True)
@@ -93,9 +95,19 @@ def _only_variances(outputs: Tensor, keep: int, max_columns: int) -> bool:
     if count > max_columns:
         raise InputError(
             f"The linearized prediction of {count} outputs per example takes as many backward passes, more than "
-            f"max_columns={max_columns}. Use predict(method='sampled'), or raise max_columns."
+            f"max_columns={max_columns}. Use predict(method='pushed'), which samples the same outputs by "
+            "Jacobian-vector products, or method='sampled', or raise max_columns."
         )
     return count > keep
+
+
+def _check_joint(outputs: Tensor, max_columns: int) -> None:
+    if outputs.numel() > max_columns:
+        raise InputError(
+            f"The joint covariance of {len(outputs)} × {outputs[0].numel()} outputs has {outputs.numel()} rows, "
+            f"more than max_columns={max_columns}. Draw joint samples by Jacobian-vector products instead: "
+            "la.predict(x, method='pushed', joint=True, samples=...). Or give fewer inputs, or raise max_columns."
+        )
 
 
 def _joined(parts: list[Latent]) -> Latent:

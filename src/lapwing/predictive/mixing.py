@@ -18,11 +18,10 @@ from lapwing.predictive.components import Components
 from lapwing.predictive.prediction import (
     BinaryPrediction,
     ClassPrediction,
-    Entropies,
     Prediction,
     RegressionPrediction,
-    entropy_terms,
 )
+from lapwing.predictive.uncertainty import Parts, Split
 
 Kind = TypeVar("Kind", bound=Prediction)
 
@@ -52,13 +51,11 @@ def _classes(members: list[ClassPrediction], log_weights: Tensor) -> ClassPredic
         raise InputError("Members with classes along different dimensions do not mix.")
     log_probs = _log_average([member.log_probs for member in members], log_weights)
 
-    def entropies() -> Entropies:
-        total = entropy_terms(log_probs).sum(first.dim)
-        return Entropies(total, _average([member.aleatoric for member in members], log_weights))
-
-    return ClassPrediction(
-        log_probs, first.dim, first.ignore_index, sampled=entropies, components=_parts(members, log_weights)
-    )
+    mixed = ClassPrediction(
+        log_probs, first.dim, first.ignore_index, sampled=lambda: _parts(mixed, members, log_weights),
+        components=_components(members, log_weights),
+    )  # fmt: skip
+    return mixed
 
 
 def _answers(members: list[BinaryPrediction], log_weights: Tensor) -> BinaryPrediction:
@@ -66,21 +63,33 @@ def _answers(members: list[BinaryPrediction], log_weights: Tensor) -> BinaryPred
     yes = _log_average([member.log_yes for member in members], log_weights)
     no = _log_average([member.log_no for member in members], log_weights)
 
-    def entropies() -> Entropies:
-        within = _average([member.aleatoric for member in members], log_weights)
-        return Entropies(entropy_terms(yes) + entropy_terms(no), within)
-
-    return BinaryPrediction(yes, no, entropies, _parts(members, log_weights))
+    mixed = BinaryPrediction(yes, no, lambda: _parts(mixed, members, log_weights), _components(members, log_weights))
+    return mixed
 
 
-def _parts(members: Sequence[ClassPrediction | BinaryPrediction], log_weights: Tensor) -> Callable[[Tensor], Tensor]:
+def _components(
+    members: Sequence[ClassPrediction | BinaryPrediction], log_weights: Tensor
+) -> Callable[[Tensor], Tensor]:
     """`log w_m + log p_m(y)` of all outputs of an example together: `[M, N]`."""
 
-    def parts(targets: Tensor) -> Tensor:
+    def components(targets: Tensor) -> Tensor:
         logs = _promoted([member.log_prob(targets) for member in members])
         return logs + log_weights.to(logs).unsqueeze(1)
 
-    return parts
+    return components
+
+
+def _parts(
+    mixed: ClassPrediction | BinaryPrediction,
+    members: Sequence[ClassPrediction] | Sequence[BinaryPrediction],
+    log_weights: Tensor,
+) -> Parts:
+    """The mixture's entropy and variance, within which only the members' aleatoric parts remain."""
+    entropies, variances = (
+        _average([member.uncertainty(measure).aleatoric for member in members], log_weights)
+        for measure in ("entropy", "variance")
+    )
+    return Parts(Split(mixed.entropy, entropies), Split(mixed.variance, variances), members[0].parts.source)
 
 
 def _values(members: list[RegressionPrediction], log_weights: Tensor) -> RegressionPrediction:
@@ -89,7 +98,8 @@ def _values(members: list[RegressionPrediction], log_weights: Tensor) -> Regress
     aleatoric = _average([member.aleatoric for member in members], log_weights)
     epistemic = _average([member.epistemic + (member.mean - mean).square() for member in members], log_weights)
     components = Components.joined([_components(member) for member in members], log_weights)
-    return RegressionPrediction(mean, aleatoric, epistemic, components=components)
+    noise_entropy = _average([member.uncertainty("entropy").aleatoric for member in members], log_weights)
+    return RegressionPrediction(mean, aleatoric, epistemic, components=components, noise_entropy=noise_entropy)
 
 
 def _components(member: RegressionPrediction) -> Components:

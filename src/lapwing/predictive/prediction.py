@@ -23,8 +23,20 @@ from torch.distributions import (
 )
 from torch.nn import functional
 
-from lapwing.errors import InputError
+from lapwing.errors import InputError, choose
 from lapwing.predictive.components import Components
+from lapwing.predictive.uncertainty import (
+    CLOSED_FORM,
+    MEASURES,
+    SAMPLES,
+    Parts,
+    Split,
+    Uncertainty,
+    entropy_terms,
+    gaussian_entropy,
+    indicator_variance,
+    mixture_entropy,
+)
 
 
 class Prediction:
@@ -52,6 +64,7 @@ class Prediction:
         def aleatoric(self) -> Tensor: ...
         @property
         def epistemic(self) -> Tensor: ...
+        def uncertainty(self, measure: str = ...) -> Uncertainty: ...
         def interval(self, probability: float = 0.95) -> tuple[Tensor, Tensor]: ...
         def log_prob(self, targets: Tensor) -> Tensor: ...
         def distribution(self) -> Distribution: ...
@@ -59,24 +72,6 @@ class Prediction:
     def __getattr__(self, name: str) -> Any:
         public = [word for word in dir(self) if not word.startswith("_")]
         raise AttributeError(f"A {type(self).__name__} has no {name!r}; it has {', '.join(public)}.")
-
-
-@dataclass(frozen=True)
-class Entropies:
-    """Entropy of a mixture and what remains of it on average within its components."""
-
-    total: Tensor
-    within: Tensor
-
-    @property
-    def information(self) -> Tensor:
-        """Mutual information between label and component, `total − within`."""
-        return (self.total - self.within).clamp(min=0)
-
-    @property
-    def share(self) -> Tensor:
-        """The part of the entropy that is mutual information, between 0 and 1."""
-        return self.information / self.total.clamp(min=torch.finfo(self.total.dtype).tiny)
 
 
 class _DiscretePrediction(Prediction):
@@ -87,27 +82,37 @@ class _DiscretePrediction(Prediction):
     all is no product; probabilities, labels, entropies and `distribution()` are those of one output at a time.
     """
 
-    sampled: Callable[[], Entropies]
+    sampled: Callable[[], Parts]
     components: Callable[[Tensor], Tensor] | None
 
     @cached_property
-    def _entropies(self) -> Entropies:
+    def parts(self) -> Parts:
+        """Entropies and variances of the samples, drawn when first asked for."""
         return self.sampled()
 
     @property
     def mutual_information(self) -> Tensor:
         """Mutual information between label and weights, of the samples."""
-        return self._entropies.information
+        return self.parts.entropy.between
 
     @property
     def epistemic(self) -> Tensor:
         """The part of `entropy` that comes from not knowing the weights."""
-        return self.entropy * self._entropies.share
+        return self.entropy * self.parts.entropy.share
 
     @property
     def aleatoric(self) -> Tensor:
         """`entropy − epistemic`, the part that more data would not remove."""
         return self.entropy - self.epistemic
+
+    def uncertainty(self, measure: str = "entropy") -> Uncertainty:
+        """Total, aleatoric and epistemic "entropy" (nats), or "variance" of the indicator `1{y = c}` of each class.
+
+        Closed-form links are split in the shares of Monte Carlo in output space; `source` says so.
+        """
+        choose(measure, MEASURES, "measure of uncertainty")
+        total = self.entropy if measure == "entropy" else self.variance
+        return Uncertainty.shared(total, self.parts.of(measure), self.parts.source)
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ class ClassPrediction(_DiscretePrediction):
     log_probs: Tensor
     dim: int
     ignore_index: int = -100
-    sampled: Callable[[], Entropies] = field(kw_only=True, repr=False)
+    sampled: Callable[[], Parts] = field(kw_only=True, repr=False)
     components: Callable[[Tensor], Tensor] | None = field(default=None, kw_only=True, repr=False)
 
     @staticmethod
@@ -133,8 +138,11 @@ class ClassPrediction(_DiscretePrediction):
         With `joint` the positions of an example have the sample in common.
         """
         mean = _log_mean(log_probs)
-        entropies = Entropies(entropy_terms(mean).sum(dim), entropy_terms(log_probs).sum(dim + 1).mean(0))
-        prediction = ClassPrediction(mean, dim, ignore_index, sampled=lambda: entropies)
+        parts = Parts(
+            Split(entropy_terms(mean).sum(dim), entropy_terms(log_probs).sum(dim + 1).mean(0)),
+            Split(indicator_variance(mean), indicator_variance(log_probs).mean(0)),
+        )
+        prediction = ClassPrediction(mean, dim, ignore_index, sampled=lambda: parts)
         if not joint or mean.dim() == 2:
             return prediction
 
@@ -163,6 +171,11 @@ class ClassPrediction(_DiscretePrediction):
     def entropy(self) -> Tensor:
         """Total uncertainty `−Σ p log p`: `[N, *positions]`."""
         return entropy_terms(self.log_probs).sum(self.dim)
+
+    @property
+    def variance(self) -> Tensor:
+        """`p_c(1 − p_c)`, the variance of the indicator of each class: `[N, *output]`."""
+        return indicator_variance(self.log_probs)
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Log probability of class indices `[N, *positions]`, of all positions together: `[N]`.
@@ -201,7 +214,7 @@ class BinaryPrediction(_DiscretePrediction):
 
     log_yes: Tensor
     log_no: Tensor
-    sampled: Callable[[], Entropies] = field(repr=False)
+    sampled: Callable[[], Parts] = field(repr=False)
     components: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
 
     @staticmethod
@@ -212,10 +225,11 @@ class BinaryPrediction(_DiscretePrediction):
         """
         sides = functional.logsigmoid(logits), functional.logsigmoid(-logits)
         yes, no = (_log_mean(side) for side in sides)
-        entropies = Entropies(
-            entropy_terms(yes) + entropy_terms(no), (entropy_terms(sides[0]) + entropy_terms(sides[1])).mean(0)
+        parts = Parts(
+            Split(entropy_terms(yes) + entropy_terms(no), (entropy_terms(sides[0]) + entropy_terms(sides[1])).mean(0)),
+            Split((yes + no).exp(), (sides[0] + sides[1]).exp().mean(0)),
         )
-        prediction = BinaryPrediction(yes, no, lambda: entropies)
+        prediction = BinaryPrediction(yes, no, lambda: parts)
         if not joint or yes[0].numel() == 1:
             return prediction
 
@@ -245,6 +259,11 @@ class BinaryPrediction(_DiscretePrediction):
         """Total uncertainty per output."""
         return entropy_terms(self.log_yes) + entropy_terms(self.log_no)
 
+    @property
+    def variance(self) -> Tensor:
+        """`p(1 − p)`: `[N, *output]`."""
+        return (self.log_yes + self.log_no).exp()
+
     def log_prob(self, targets: Tensor) -> Tensor:
         """Log probability of targets 0 or 1 `[N, *output]`, of all outputs together: `[N]`."""
         if targets.shape != self.probs.shape:
@@ -265,6 +284,7 @@ class RegressionPrediction(Prediction):
 
     `covariance` `[N, D, D]`, where present, is the epistemic covariance between the D outputs;
     `components`, where present, are the Gaussians whose mixture this is: of samples, or of several models.
+    `noise_entropy` `[N, *output]` is the mean entropy of the noise where that differs from sample to sample.
     """
 
     mean: Tensor
@@ -272,6 +292,7 @@ class RegressionPrediction(Prediction):
     epistemic: Tensor
     covariance: Tensor | None = field(default=None, repr=False)
     components: Components | None = field(default=None, repr=False)
+    noise_entropy: Tensor | None = field(default=None, repr=False)
 
     @property
     def variance(self) -> Tensor:
@@ -282,6 +303,23 @@ class RegressionPrediction(Prediction):
     def std(self) -> Tensor:
         """Its square root."""
         return torch.sqrt(self.variance)
+
+    def uncertainty(self, measure: str = "variance") -> Uncertainty:
+        """Total, aleatoric and epistemic "variance", or differential "entropy" (nats), of each output for itself.
+
+        The epistemic entropy is the mutual information between target and weights; `½ log(1 + epistemic/aleatoric)`
+        for a Gaussian, by quadrature for a mixture.
+        """
+        source = CLOSED_FORM if self.components is None else SAMPLES
+        if choose(measure, MEASURES, "measure of uncertainty") == "variance":
+            return Uncertainty(self.variance, self.aleatoric, self.epistemic, source)
+        within = gaussian_entropy(self.aleatoric) if self.noise_entropy is None else self.noise_entropy
+        if self.components is None and self.noise_entropy is None:
+            between = 0.5 * torch.log1p(self.epistemic / self.aleatoric)
+        else:
+            total = gaussian_entropy(self.variance) if self.components is None else mixture_entropy(self.components)
+            between = Split(total, within).between
+        return Uncertainty(within + between, within, between, source)
 
     def interval(self, probability: float = 0.95) -> tuple[Tensor, Tensor]:
         """Central interval of each output, `(low, high)`: it lies on either side with probability `(1 − p)/2`."""
@@ -313,11 +351,6 @@ class RegressionPrediction(Prediction):
             return MultivariateNormal(self.mean.flatten(1), self.covariance + noise)
         marginal = Normal(self.mean, self.std)
         return Independent(marginal, events) if events else marginal
-
-
-def entropy_terms(log_probs: Tensor) -> Tensor:
-    """`−p log p`, elementwise, from log p."""
-    return -log_probs.exp() * log_probs
 
 
 def _log_mean(log_probs: Tensor) -> Tensor:

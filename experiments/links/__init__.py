@@ -1,0 +1,1 @@
+"""Where each link goes wrong, and what it costs."""
