@@ -53,7 +53,7 @@ def _classes(members: list[ClassPrediction], log_weights: Tensor) -> ClassPredic
 
     mixed = ClassPrediction(
         log_probs, first.dim, first.ignore_index, sampled=lambda: _parts(mixed, members, log_weights),
-        components=_components(members, log_weights),
+        components=_shared(members, log_weights),
     )  # fmt: skip
     return mixed
 
@@ -63,13 +63,11 @@ def _answers(members: list[BinaryPrediction], log_weights: Tensor) -> BinaryPred
     yes = _log_average([member.log_yes for member in members], log_weights)
     no = _log_average([member.log_no for member in members], log_weights)
 
-    mixed = BinaryPrediction(yes, no, lambda: _parts(mixed, members, log_weights), _components(members, log_weights))
+    mixed = BinaryPrediction(yes, no, lambda: _parts(mixed, members, log_weights), _shared(members, log_weights))
     return mixed
 
 
-def _components(
-    members: Sequence[ClassPrediction | BinaryPrediction], log_weights: Tensor
-) -> Callable[[Tensor], Tensor]:
+def _shared(members: Sequence[ClassPrediction | BinaryPrediction], log_weights: Tensor) -> Callable[[Tensor], Tensor]:
     """`log w_m + log p_m(y)` of all outputs of an example together: `[M, N]`."""
 
     def components(targets: Tensor) -> Tensor:
