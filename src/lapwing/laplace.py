@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import evidence, io, likelihoods, priors
-from lapwing.batches import Inputs, ReadOutput, Unpack, peek
+from lapwing.batches import Inputs, ReadOutput, Unpack, asked, peek
 from lapwing.batches import unpack as unpack_batch
 from lapwing.curvature import DENSE, KINDS, STRUCTURES, Curvature, StructureOptions
 from lapwing.curvature.fit import Fit
@@ -474,13 +474,7 @@ class Laplace:
         return self.likelihood.predict_gaussian(latents, self._noise.detach(), link, count, generator)
 
     def _inputs(self, x: Any) -> Inputs:
-        if isinstance(x, Mapping):
-            x = Inputs((), {key: value for key, value in x.items() if key != "labels"})
-        elif not isinstance(x, Inputs):
-            x = Inputs(tuple(x) if isinstance(x, tuple | list) else (x,), {})
-        inputs: Inputs = x.to(self.device)
-        inputs.check_finite("predict")
-        return inputs
+        return asked(x, self.device)
 
     # --------------------------------------------------------------------------------- housekeeping
 
