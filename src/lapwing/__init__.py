@@ -13,6 +13,7 @@ from lapwing.errors import (
     PruningWarning,
     TuningWarning,
 )
+from lapwing.function_space import FunctionSpace
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian
 from lapwing.mixture import Mixture
@@ -25,7 +26,7 @@ from lapwing.version import __version__
 
 __all__ = [
     "Averaged", "Bernoulli", "Categorical", "Comparison", "ComparisonWarning", "ConvergenceWarning",
-    "DrawnPosterior", "EvidenceInTheLoop", "FactoredDamping", "FileError", "Gaussian", "GaussianPrior", "InputError", "Laplace",
+    "DrawnPosterior", "EvidenceInTheLoop", "FactoredDamping", "FileError", "FunctionSpace", "Gaussian", "GaussianPrior", "InputError", "Laplace",
     "LapwingError", "Mixture", "NotFittedError", "Prediction", "Pruning", "PruningWarning", "TuningWarning",
     "__version__", "compare", "priors", "prune", "sample_by_optimization", "train_with_evidence",
 ]  # fmt: skip
