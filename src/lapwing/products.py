@@ -19,7 +19,7 @@ from lapwing.batches import Inputs, ReadOutput, Unpack, check_targets, peek, rea
 from lapwing.errors import InputError, positive
 from lapwing.flat import Flat
 from lapwing.guard import borrowed, random_state_kept, twice_differentiable
-from lapwing.jvp import Linearized, OutputHessian, settle
+from lapwing.jvp import METHODS, Linearized, OutputHessian, settle
 from lapwing.likelihoods import Likelihood
 from lapwing.tape import Tape
 from lapwing.weights import LAST_LAYER, Weights, last_layer, select, unwrap
@@ -179,9 +179,7 @@ class GGN:
         tangents = vectors.detach().T.to(self.device, self.dtype)
         with random_state_kept(), borrowed(self.model, self.parameters), twice_differentiable(self.model):
             linear = Linearized.at(self._tape, inputs)
-            if self._method is None:
-                self._method = settle(linear).method
-            linear.method = self._method
+            linear.method = self._way(linear)
             moved = torch.cat([linear.push(self.unpack(few)) for few in tangents.split(_AT_ONCE)])
         return linear.outputs.detach(), moved
 
@@ -195,6 +193,13 @@ class GGN:
                 found.append(self._tape.forward(weights, inputs))
         return torch.stack(found)
 
+    def _way(self, linear: Linearized) -> str:
+        """How J v is computed; vmap turns convolutions into grouped ones, which take twice as long as one at a time."""
+        if self._method is None:
+            convolutions = any(parameter.dim() > 2 for parameter in self.parameters.values())
+            self._method = settle(linear, METHODS[1:] if convolutions else METHODS).method
+        return self._method
+
     def _batches(self) -> Iterator[tuple[Linearized, Tensor]]:
         empty = True
         for where, inputs, targets in read(self.loader, self.device, self._unpack, self._title, self._progress):
@@ -202,9 +207,7 @@ class GGN:
             linear = Linearized.at(self._tape, inputs)
             check_targets(where, linear.outputs, targets)
             self.likelihood.check(linear.outputs.detach(), targets, where)
-            if self._method is None:
-                self._method = settle(linear).method
-            linear.method = self._method
+            linear.method = self._way(linear)
             yield linear, targets
         if empty:
             raise InputError("The loader is empty: it yielded no batch, so there is no curvature.")

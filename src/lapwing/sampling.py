@@ -174,7 +174,9 @@ class DrawnPosterior:
         right = precision.prior.sqrt().unsqueeze(1) * self.normals + precision.scale**0.5 * self.pulls
 
         def measure(w: Tensor, residual: Tensor) -> Tensor:
-            moved = w * (right - residual - precision.prior.unsqueeze(1) * w)  # sums to Σ_n ‖J_n w‖² in the norm of sΛ_n
+            moved = w * (
+                right - residual - precision.prior.unsqueeze(1) * w
+            )  # sums to Σ_n ‖J_n w‖² in the norm of sΛ_n
             return precision.bound(residual) / _root(moved)
 
         # Where the data say nothing, a draw is the prior's: from there all that is left lies in the span of the data.
@@ -205,7 +207,9 @@ class DrawnPosterior:
         sizes = {name: parameter.shape for name, parameter in self.ggn.parameters.items()}
         values = self.prior.precisions(sizes)
         with torch.no_grad():
-            packed = self.ggn.pack({name: values[name].to(self.ggn.device).expand(size) for name, size in sizes.items()})
+            packed = self.ggn.pack(
+                {name: values[name].to(self.ggn.device).expand(size) for name, size in sizes.items()}
+            )
         return Precision(self.ggn, self.temperature / self.noise, packed.detach())
 
     def _preconditioner(self, precision: Precision) -> Product:
@@ -299,7 +303,9 @@ class DrawnPosterior:
         return self.ggn.likelihood.predict_samples(self.outputs(x, method), noise)
 
     def __repr__(self) -> str:
-        return f"DrawnPosterior({self.count} draws, {self.ggn.likelihood.name}, p={self.ggn.size}, prior={self.prior!r})"
+        return (
+            f"DrawnPosterior({self.count} draws, {self.ggn.likelihood.name}, p={self.ggn.size}, prior={self.prior!r})"
+        )
 
 
 def _gaussian(prior: float | Tensor | Mapping[str, float | Tensor] | Prior) -> GaussianPrior:
