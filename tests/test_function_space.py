@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ def pair(
     return process, Laplace(model, likelihood, "full", prior=prior, temperature=temperature).fit(data)
 
 
+OPTIONS: list[dict[str, Any]] = [{}, {"joint": True}, {"diagonal": True}]
 LIKELIHOODS = ["classification", "binary", Gaussian(0.3), Gaussian([0.5, 1.0, 2.0])]
 
 
@@ -36,7 +38,7 @@ LIKELIHOODS = ["classification", "binary", Gaussian(0.3), Gaussian([0.5, 1.0, 2.
 def test_all_points_are_the_full_posterior(network: str, likelihood: Any) -> None:
     process, la = pair(network, likelihood)
     x = networks.inputs(network, 4, seed=9)
-    for options in ({}, {"joint": True}, {"diagonal": True}):
+    for options in OPTIONS:
         found, expected = process.latent(x, **options), la.latent(x, **options)
         torch.testing.assert_close(found.mean, expected.mean, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(found.covariance, expected.covariance, rtol=1e-8, atol=1e-8)
@@ -73,7 +75,7 @@ def test_all_points_below_a_subset_below_the_prior(network: str, likelihood: str
     found = [process.latent(x, joint=True).covariance for process in drawn]
     found.append(drawn[0].prior_latent(x, joint=True).covariance)
     assert smallest_eigenvalue(found[0]) > -1e-12
-    for lower, upper in zip(found, found[1:], strict=False):
+    for lower, upper in itertools.pairwise(found):
         assert smallest_eigenvalue(upper - lower) > -1e-11
         assert float((upper - lower).trace()) > 1e-3
 
@@ -87,7 +89,7 @@ def test_far_from_the_subset_the_prior_is_kept_exactly(independent: bool) -> Non
     process = FunctionSpace(model, Gaussian(0.01), 5, prior=0.7, independent=independent)
     process.fit([(x, torch.randn(8, 2, dtype=torch.float64))], torch.Generator().manual_seed(0))
     assert torch.equal(process.kernel(-x, x), torch.zeros(16, 16, dtype=torch.float64))
-    for options in ({}, {"joint": True}, {"diagonal": True}):
+    for options in OPTIONS:
         assert torch.equal(process.latent(-x, **options).covariance, process.prior_latent(-x, **options).covariance)
     assert bool((process.latent(x).covariance < process.prior_latent(x).covariance).diagonal(dim1=1, dim2=2).all())
 
@@ -190,7 +192,7 @@ def test_points_that_do_not_fit_into_the_budget_are_read_again() -> None:
     assert small._points is not None
     assert whole._points.held is not None
     assert small._points.held is None
-    for options in ({}, {"joint": True}, {"diagonal": True}):
+    for options in OPTIONS:
         torch.testing.assert_close(small.latent(x, **options).covariance, whole.latent(x, **options).covariance)
 
 

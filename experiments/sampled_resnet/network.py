@@ -38,7 +38,8 @@ class ResNet20(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layer3(self.layer2(self.layer1(functional.relu(self.bn1(self.conv1(x))))))
-        return self.linear(x.mean((2, 3)))
+        outputs: Tensor = self.linear(x.mean((2, 3)))
+        return outputs
 
 
 def trained() -> nn.Module:

@@ -102,7 +102,7 @@ class SplitInputs:
 
 
 def asked(x: Any, device: torch.device) -> Inputs:
-    """What a prediction is asked for, a tensor, a tuple of positional or a mapping of keyword arguments, on a device."""
+    """What a prediction is asked for: a tensor, a tuple of positional or a mapping of keyword arguments."""
     if isinstance(x, Mapping):
         x = Inputs((), {key: value for key, value in x.items() if key != "labels"})
     elif not isinstance(x, Inputs):

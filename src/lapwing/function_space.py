@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from lapwing.likelihoods.base import GaussianOutputs
 from lapwing.predictive.linearized import Latent
 from lapwing.predictive.prediction import Prediction
 from lapwing.priors import GaussianPrior, Prior
+from lapwing.subnetwork import Subnetwork
 from lapwing.subset import Chunk, choose_subset
 from lapwing.tape import Tape
 from lapwing.weights import LAST_LAYER, Weights, last_layer, select, unwrap
@@ -88,7 +89,7 @@ class FunctionSpace:
         self.prior = _gaussian(prior)
         self.temperature = float(positive(temperature, "temperature"))
         self.noise = float(self.likelihood.noise or 1.0)
-        self.weights: Weights = weights if isinstance(weights, str) else tuple(weights)
+        self.weights: Weights = weights if isinstance(weights, str | Subnetwork) else tuple(weights)
         select(self.model, self.weights)
         self.unpack, self.output, self.progress = unpack, output, progress
         self.memory_budget, self.max_columns = memory_budget, max_columns
@@ -324,7 +325,7 @@ class _Points:
     chunks: list[Chunk]
     seen: int
     looks: Looks
-    statistics: Statistics = Statistics()
+    statistics: Statistics = field(default_factory=Statistics)
     held: list[_Part] | None = None
     cholesky: Tensor | None = None
 
@@ -392,7 +393,7 @@ def _both(one: _Part, two: _Part, kernel: Kernel) -> Tensor:
     block = kernel.between(one.features, two.features)
     if kernel.independent:
         return one.root.T.unsqueeze(2) * block * two.root.T.unsqueeze(1)
-    whole = torch.einsum("ndr,ndme,meq->nrmq", one.root, block, two.root)
+    whole: Tensor = torch.einsum("ndr,ndme,meq->nrmq", one.root, block, two.root)
     return whole.flatten(2).flatten(0, 1)
 
 
