@@ -40,7 +40,7 @@ def packed_by(full: Laplace, values: dict[str, Tensor]) -> Tensor:
     """Parameters by name, 0 where one is missing, in the order of all weights."""
     lead = next(iter(values.values())).shape[: -len(full.posterior.sizes[next(iter(values))]) or None]
     return full.curvature.blocks[0].pack({
-        name: values[name].double() if name in values else torch.zeros(*lead, *size, dtype=torch.float64)
+        name: values[name].double() if name in values else torch.zeros((*lead, *size), dtype=torch.float64)
         for name, size in full.posterior.sizes.items()
     })  # fmt: skip
 

@@ -158,7 +158,7 @@ class GGN:
         positive(count, "GGN.draw(count)")
         total = torch.zeros(count, self.size, dtype=torch.float64, device=self.device)
         quiet = nullcontext() if generator is None else random_state_kept()
-        with quiet, borrowed(self.model, self.parameters):
+        with quiet, borrowed(self.model, self.parameters), twice_differentiable(self.model):
             for linear, targets in self._batches():
                 outputs = linear.outputs.detach()
                 columns = self.likelihood.hessian_columns(outputs, targets)

@@ -61,7 +61,7 @@ def sample_by_optimization(
         temperature: T multiplies the likelihood.
         weights: "all", "last_layer", a glob, or a list of names and globs.
         preconditioner: a fitted `Laplace` on the same weights, such as structure "kron" or "lowrank", whose
-            posterior under this prior stands in for P. It changes the number of steps, not the draws. Default: the prior.
+            posterior under this prior stands in for P. It changes the number of steps, not the draws.
         tolerance: of the draws: the change that they make to the outputs on the data is off by at most this fraction
             of it, in the norm of Λ. The bound is rigorous, and mostly far from tight.
         max_products: products with H after which a `ConvergenceWarning` says that a draw is not there.
@@ -110,7 +110,7 @@ class _Search:
 class DrawnPosterior:
     """Draws `θ̃ + w_k` from N(θ̃, P⁻¹), what they say about the prior, and predictions.
 
-    `normals` z and `pulls` q (`Σ_n J_nᵀ Λ_n^{1/2} ε_n` at unit noise), both `[p, S]`, are the randomness behind the draws:
+    `normals` z and `pulls` q (`Σ_n J_nᵀ Λ_n^{1/2} ε_n` at unit noise), both `[p, S]`, are the randomness behind them:
     `P w = Π^{1/2} z + √s q`. `steps: [p, S]` are the w, and `determined: [p, S]` their `s H w`, in the order of
     `ggn`. `solution` says how well they were found.
     """
@@ -196,9 +196,9 @@ class DrawnPosterior:
     def _warn(self, found: Solution, what: str) -> None:
         if not found.converged:
             warnings.warn(
-                f"Conjugate gradients for {what} did not converge in {found.products} products with the GGN: off by up to "
-                f"{float(found.errors.max()):.2g} of their size (tolerance {self.search.tolerance:.2g}). Raise max_products "
-                "or tolerance, take a stronger prior, or pass preconditioner=Laplace(...).fit(loader).",
+                f"Conjugate gradients for {what} did not converge in {found.products} products with the GGN: they "
+                f"may be off by {float(found.errors.max()):.2g} of their size (tolerance {self.search.tolerance:.2g}). Raise "
+                "max_products or tolerance, take a stronger prior, or pass preconditioner=Laplace(...).fit(loader).",
                 ConvergenceWarning,
                 stacklevel=4,
             )

@@ -59,7 +59,7 @@ class Subnetwork:
 
     @staticmethod
     def largest_variance(la: Laplace, k: int) -> Subnetwork:
-        """The k weights with the largest marginal variance under a fitted posterior, such as one of structure "diag"."""
+        """The k weights with the largest marginal variance under a fitted posterior, such as one of structure diag."""
         return _largest(la.posterior.variances(), k)
 
     @staticmethod
@@ -99,7 +99,8 @@ class Subnetwork:
                 )
             if int(indices[-1]) >= known[name].numel() or int(indices[0]) < 0:
                 raise InputError(
-                    f"The subnetwork has weight {int(indices[-1])} of {name!r}, which has {known[name].numel()} elements."
+                    f"The subnetwork has weight {int(indices[-1])} of {name!r}, a parameter of {known[name].numel()} "
+                    "elements."
                 )
         return {name: value for name, value in known.items() if name in self.elements}
 
