@@ -11,7 +11,7 @@ from lapwing.products import Operator
 from lapwing.progress import bar
 
 Product = Callable[[Tensor], Tensor]
-Measure = Callable[[Tensor, Tensor], Tensor]
+Measure = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +29,6 @@ class Precision:
     def relax(self, vectors: Tensor) -> Tensor:
         """`Π⁻¹ V`: the preconditioner that is always there."""
         return vectors / self.prior.unsqueeze(1)
-
-    def bound(self, residuals: Tensor) -> Tensor:
-        """`‖r‖` in the norm of Π⁻¹: `[k]`. No solution is further off in the norm of P, as `P ≥ Π`."""
-        return (residuals.square() / self.prior.unsqueeze(1)).sum(0).sqrt()
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +58,10 @@ def solve(
 ) -> Solution:
     """Preconditioned conjugate gradients, one recursion for each column of `right: [p, k]`, the products shared.
 
-    A column rests once `measure(x, r) ≤ tolerance`. In the end residuals are computed anew, and where rounding
-    of the products had led the recursion astray it starts again from there.
+    A column rests once `measure(x, r, e) ≤ tolerance`, where `e = √(rᵀ M⁻¹ r)`, `[k]`, with the preconditioner M says how
+    far off it is in the norm of P: at most so far if `M ≤ P`, as a prior is; about so far if M is close to P. In the
+    end residuals are computed anew, and where rounding of the products had led the recursion astray it starts again
+    from there.
     """
     x = start.clone()
     residual = right - matmul(x)
@@ -72,7 +70,7 @@ def solve(
     exact = True
     steps = 1
     for _ in bar(range(1, max_products), title, show):
-        active = (measure(x, residual) > tolerance).nonzero().squeeze(1)
+        active = (measure(x, residual, slopes.sqrt()) > tolerance).nonzero().squeeze(1)
         if not len(active) and exact:
             break
         steps += 1
@@ -90,5 +88,5 @@ def solve(
         after = (residual[:, active] * relaxed).sum(0)
         directions[:, active] = relaxed + (after / slopes[active]) * along
         slopes[active], exact = after, False
-    errors = measure(x, residual)
+    errors = measure(x, residual, slopes.sqrt())
     return Solution(x, residual, errors, steps, bool((errors <= tolerance).all()))

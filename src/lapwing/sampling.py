@@ -63,7 +63,8 @@ def sample_by_optimization(
         preconditioner: a fitted `Laplace` on the same weights, such as structure "kron" or "lowrank", whose
             posterior under this prior stands in for P. It changes the number of steps, not the draws.
         tolerance: of the draws: the change that they make to the outputs on the data is off by at most this fraction
-            of it, in the norm of Λ. The bound is rigorous, and mostly far from tight.
+            of it, in the norm of Λ. Without a preconditioner this is a rigorous bound, mostly far from tight; with one
+            that is close to P it is an estimate.
         max_products: products with H after which a `ConvergenceWarning` says that a draw is not there.
         generator: the source of randomness; None consumes torch's global one.
         unpack: `fn(batch) -> (args, kwargs, target)` for other batches.
@@ -146,8 +147,8 @@ class DrawnPosterior:
         """`P⁻¹ V` for `[p, k]`, to the tolerance of the draws in the norm of P."""
         precision = self._precision()
 
-        def measure(x: Tensor, residual: Tensor) -> Tensor:
-            return precision.bound(residual) / _root(x * (vectors - residual))
+        def measure(x: Tensor, residual: Tensor, error: Tensor) -> Tensor:
+            return error / _root(x * (vectors - residual))
 
         found = self._search(precision, vectors, precision.relax(vectors), measure)
         self._warn(found, "P⁻¹ v")
@@ -173,11 +174,11 @@ class DrawnPosterior:
         precision = self._precision()
         right = precision.prior.sqrt().unsqueeze(1) * self.normals + precision.scale**0.5 * self.pulls
 
-        def measure(w: Tensor, residual: Tensor) -> Tensor:
+        def measure(w: Tensor, residual: Tensor, error: Tensor) -> Tensor:
             moved = w * (
                 right - residual - precision.prior.unsqueeze(1) * w
             )  # sums to Σ_n ‖J_n w‖² in the norm of sΛ_n
-            return precision.bound(residual) / _root(moved)
+            return error / _root(moved)
 
         # Where the data say nothing, a draw is the prior's: from there all that is left lies in the span of the data.
         first = self.normals / precision.prior.sqrt().unsqueeze(1) if start is None else start
@@ -197,8 +198,9 @@ class DrawnPosterior:
         if not found.converged:
             warnings.warn(
                 f"Conjugate gradients for {what} did not converge in {found.products} products with the GGN: they "
-                f"may be off by {float(found.errors.max()):.2g} of their size (tolerance {self.search.tolerance:.2g}). Raise "
-                "max_products or tolerance, take a stronger prior, or pass preconditioner=Laplace(...).fit(loader).",
+                f"may be off by {float(found.errors.max()):.2g} of their size, above the tolerance of "
+                f"{self.search.tolerance:.2g}. Raise max_products or tolerance, take a stronger prior, or pass "
+                "preconditioner=Laplace(...).fit(loader).",
                 ConvergenceWarning,
                 stacklevel=4,
             )
