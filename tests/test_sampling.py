@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lapwing import ConvergenceWarning, DrawnPosterior, Gaussian, InputError, Laplace, sample_by_optimization
 from lapwing.conjugate_gradients import Precision, solve
@@ -226,9 +226,9 @@ def test_warnings_and_bad_input() -> None:
     elements = {name: torch.ones_like(value) for name, value in model.named_parameters()}
     with pytest.raises(InputError, match="one number per element"):
         sample_by_optimization(model, "classification", batches, 2, elements).mackay_prior()
-    copied = nn.Sequential(*networks.make("mlp"))  # type: ignore[arg-type]
-    stale = sample_by_optimization(copied, "classification", batches, 2)
+    changed = networks.make("mlp")
+    stale = sample_by_optimization(changed, "classification", batches, 2)
     with torch.no_grad():
-        copied[0].bias += 1
+        next(changed.parameters()).add_(1)
     with pytest.raises(InputError, match="changed since the fit"):
         stale.predict(batches[0][0])

@@ -58,10 +58,10 @@ def solve(
 ) -> Solution:
     """Preconditioned conjugate gradients, one recursion for each column of `right: [p, k]`, the products shared.
 
-    A column rests once `measure(x, r, e) ≤ tolerance`, where `e = √(rᵀ M⁻¹ r)`, `[k]`, with the preconditioner M says how
-    far off it is in the norm of P: at most so far if `M ≤ P`, as a prior is; about so far if M is close to P. In the
-    end residuals are computed anew, and where rounding of the products had led the recursion astray it starts again
-    from there.
+    A column rests once `measure(x, r, e) ≤ tolerance`, where `e = √(rᵀ M⁻¹ r)`, `[k]`, with the preconditioner M, says
+    how far off it is in the norm of P: at most so far if `M ≤ P`, as a prior is; about so far if M is close to P.
+    In the end residuals are computed anew, and where rounding of the products had led the recursion astray it starts
+    again from there.
     """
     x = start.clone()
     residual = right - matmul(x)

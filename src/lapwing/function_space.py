@@ -385,7 +385,8 @@ class _Points:
             else:
                 pieces.append(torch.einsum("ndr,ndme->nrme", part.root, block).flatten(2).flatten(0, 1))
         known = space.scale**0.5 * torch.cat(pieces, dim=-2)
-        return torch.linalg.solve_triangular(self.cholesky, known, upper=False)
+        found: Tensor = torch.linalg.solve_triangular(self.cholesky, known, upper=False)
+        return found
 
 
 def _both(one: _Part, two: _Part, kernel: Kernel) -> Tensor:
@@ -401,7 +402,8 @@ def _root(space: FunctionSpace, outputs: Tensor, targets: Tensor) -> Tensor:
     if space.independent:
         return space.likelihood.hessian_diagonal(outputs, targets).flatten(1).double().sqrt()
     columns = space.likelihood.hessian_columns(outputs, targets)
-    return columns.part(0, columns.count).reshape(columns.count, len(outputs), -1).permute(1, 2, 0).double()
+    every: Tensor = columns.part(0, columns.count).reshape(columns.count, len(outputs), -1)
+    return every.permute(1, 2, 0).double()
 
 
 def _blocks(blocks: list[list[Tensor]]) -> Tensor:
