@@ -144,13 +144,14 @@ class DrawnPosterior:
         }
 
     def solve(self, vectors: Tensor) -> Solution:
-        """`P⁻¹ V` for `[p, k]`, to the tolerance of the draws in the norm of P."""
+        """`P⁻¹ V` for `[p, k]`, to the tolerance of the draws in the norm of P; `vᵀ P⁻¹ v` to its square."""
         precision = self._precision()
 
         def measure(x: Tensor, residual: Tensor, error: Tensor) -> Tensor:
             return error / _root(x * (vectors - residual))
 
-        found = self._search(precision, vectors, precision.relax(vectors), measure)
+        # From 0 what is missing is orthogonal to what is found, in the norm of P.
+        found = self._search(precision, vectors, torch.zeros_like(vectors), measure)
         self._warn(found, "P⁻¹ v")
         return found
 
