@@ -14,18 +14,22 @@ from lapwing.errors import (
     PruningWarning,
     TuningWarning,
 )
+from lapwing.function_space import FunctionSpace
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Bernoulli, Categorical, Gaussian
 from lapwing.mixture import Mixture
 from lapwing.predictive.prediction import Prediction
 from lapwing.priors import FactoredDamping, GaussianPrior
 from lapwing.pruning import Pruning, prune
+from lapwing.sampling import DrawnPosterior, sample_by_optimization
+from lapwing.subnetwork import Subnetwork
 from lapwing.training import EvidenceInTheLoop, train_with_evidence
 from lapwing.version import __version__
 
 __all__ = [
     "Averaged", "Bernoulli", "Categorical", "Comparison", "ComparisonWarning", "ConvergenceWarning", "DataWarning",
-    "EvidenceInTheLoop", "FactoredDamping", "FileError", "Gaussian", "GaussianPrior", "InputError", "Laplace",
-    "LapwingError", "Mixture", "NotFittedError", "Prediction", "Pruning", "PruningWarning", "TuningWarning",
-    "__version__", "compare", "diagnostics", "priors", "prune", "train_with_evidence",
+    "DrawnPosterior", "EvidenceInTheLoop", "FactoredDamping", "FileError", "FunctionSpace", "Gaussian",
+    "GaussianPrior", "InputError", "Laplace", "LapwingError", "Mixture", "NotFittedError", "Prediction", "Pruning",
+    "PruningWarning", "Subnetwork", "TuningWarning", "__version__", "compare", "diagnostics", "priors", "prune",
+    "sample_by_optimization", "train_with_evidence",
 ]  # fmt: skip

@@ -134,6 +134,17 @@ class SplitInputs:
         return self.join([leaf[start:stop] for leaf in self.examples()])
 
 
+def asked(x: Any, device: torch.device) -> Inputs:
+    """What a prediction is asked for: a tensor, a tuple of positional or a mapping of keyword arguments."""
+    if isinstance(x, Mapping):
+        x = Inputs((), {key: value for key, value in x.items() if key != "labels"})
+    elif not isinstance(x, Inputs):
+        x = Inputs(tuple(x) if isinstance(x, tuple | list) else (x,), {})
+    inputs: Inputs = x.to(device)
+    inputs.check_finite("predict")
+    return inputs
+
+
 def unpack(batch: Any, where: str, custom: Unpack | None = None) -> tuple[Inputs, Tensor]:
     """Read one batch as (arguments, target).
 

@@ -47,8 +47,11 @@ def log_prior(posterior: Posterior) -> Tensor:
     terms = []
     squares = posterior.squared_distances
     for name, precision in posterior.precisions.items():
+        chosen = posterior.chosen.get(name)
         if precision.dim() == 0:
-            terms.append(0.5 * (posterior.sizes[name].numel() * precision.log() - precision * squares[name].sum()))
+            count = posterior.sizes[name].numel() if chosen is None else chosen.sum()
+            terms.append(0.5 * (count * precision.log() - precision * squares[name].sum()))
         else:
-            terms.append(0.5 * (precision.log() - precision * squares[name]).sum())
+            logs = precision.log() if chosen is None else chosen * precision.log()
+            terms.append(0.5 * (logs - precision * squares[name]).sum())
     return torch.stack(terms).sum() - 0.5 * posterior.spectrum.curvature.size * math.log(2 * math.pi)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -16,12 +18,27 @@ class Fitted:
     def __init__(self, tape: Tape, spectrum: Spectrum) -> None:
         self.tape, self.spectrum = tape, spectrum
         self.weights = {name: parameter.detach().clone() for name, parameter in tape.parameters.items()}
-        self.looks = _looks(tape.model)
+        self.looks = Looks.of(tape.model)
 
     def check_unchanged(self) -> None:
         """Raise if a parameter or buffer of the model is not what it was at the fit."""
-        now = _looks(self.tape.model)
-        for name, before in self.looks.items():
+        self.looks.check(self.tape.model)
+
+
+@dataclass(frozen=True)
+class Looks:
+    """How a model looked: a few sums over each of its parameters and buffers."""
+
+    sums: dict[str, Tensor]
+
+    @staticmethod
+    def of(model: nn.Module) -> Looks:
+        return Looks(_looks(model))
+
+    def check(self, model: nn.Module) -> None:
+        """Raise if a parameter or buffer is not what it was."""
+        now = _looks(model)
+        for name, before in self.sums.items():
             if not bool(((now[name] - before).abs() <= 1e-9 * before[0]).all()):
                 raise InputError(
                     f"{name!r} of the model changed since the fit, so the posterior no longer belongs to it. Restore "

@@ -242,6 +242,25 @@ def total(gradients: Gradients, budget: int) -> Tensor:
     return torch.stack(sums).sum(0)
 
 
+def rows_at(gradients: Gradients, elements: Tensor, size: int, budget: int) -> Tensor:
+    """The gradients at some of the layer's `size` parameters, `elements: [k]`: `[K, N, k]`.
+
+    With one position per example only those are computed; else a few examples at a time are, and cut down.
+    """
+    if isinstance(gradients, Pair) and gradients.positions == 1 and gradients.groups is None:
+        a = gradients.inputs.part(0, gradients.examples).squeeze(2).to(gradients.g.dtype)
+        if gradients.inputs.bias:
+            a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], dim=-1)
+        outputs, inputs = gradients.g.shape[4], a.shape[-1]
+        left, column = elements // inputs, elements % inputs
+        return gradients.g[:, :, left // outputs, 0, left % outputs] * a[:, left // outputs, column]
+    found = [
+        gradients.rows(start, stop).reshape(gradients.columns, stop - start, -1)[..., elements]
+        for start, stop in parts(gradients, size, budget)
+    ]
+    return torch.cat(found, dim=1)
+
+
 def _own_shape(part: Pair | TokenPair, shape: tuple[int, int, int]) -> tuple[int, int, int]:
     groups = None if isinstance(part, TokenPair) else part.groups
     return shape if groups is None else (len(groups), *shape[1:])

@@ -17,6 +17,7 @@ from lapwing import likelihoods
 from lapwing.batches import ReadOutput, Unpack
 from lapwing.curvature import Block, Curvature
 from lapwing.curvature.accumulator import Decomposition
+from lapwing.curvature.blocks import choose
 from lapwing.curvature.curvature import Traces
 from lapwing.curvature.structures import build, group
 from lapwing.errors import FileError
@@ -28,8 +29,9 @@ from lapwing.likelihoods import Likelihood, Statistics
 from lapwing.mode import Mode
 from lapwing.priors import FactoredDamping, GaussianPrior, Prior
 from lapwing.spectrum import Spectrum
+from lapwing.subnetwork import Subnetwork
 from lapwing.version import __version__
-from lapwing.weights import unwrap
+from lapwing.weights import Weights, unwrap
 
 if TYPE_CHECKING:
     from lapwing.laplace import Laplace
@@ -55,6 +57,8 @@ def pack(la: Laplace) -> tuple[dict[str, Any], dict[str, Tensor]]:
     prior, prior_tensors = _prior_header(la.prior)
     mode, mode_tensors = _mode_header(la.mode_)
     tensors |= prior_tensors | mode_tensors
+    if isinstance(la.weights, Subnetwork):
+        tensors |= {f"subnetwork/{name}": indices for name, indices in la.weights.elements.items()}
     tensors = {name: plain_copy(value) for name, value in tensors.items()}
     header = {
         "format": FORMAT,
@@ -62,7 +66,7 @@ def pack(la: Laplace) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "torch": torch.__version__.split("+")[0],
         "structure": la.structure,
         "curvature": la.curvature_kind,
-        "weights": la.weights,
+        "weights": None if isinstance(la.weights, Subnetwork) else la.weights,
         "likelihood": la.likelihood.config(),
         "options": {
             "kron": la.kron, "fisher_samples": la.fisher_samples, "memory_budget": la.memory_budget,
@@ -123,7 +127,12 @@ def unpack_onto(
     chosen = (
         likelihoods.resolve(likelihood) if likelihood is not None else likelihoods.from_config(header["likelihood"])
     )
-    weights = header["weights"] if isinstance(header["weights"], str) else tuple(header["weights"])
+    elements = _under(tensors, "subnetwork/", torch.device("cpu"))
+    weights: Weights = header["weights"]
+    if header["weights"] is None:
+        weights = Subnetwork(elements)
+    elif not isinstance(header["weights"], str):
+        weights = tuple(header["weights"])
     layers = tuple(_layer_from(entry) for entry in header["layers"])
     names = {name for layer in layers for name in layer.parameters}
     with borrowed(model, names):  # parameters that were frozen since the fit are Bayesian all the same
@@ -140,9 +149,10 @@ def unpack_onto(
     like = next(iter(parameters.values())).detach()
     blocks = []
     for i, (members, kind) in enumerate(zip(group(la.structure, layers), header["kinds"], strict=True)):
-        accumulator = build(la.structure, members, la._options(), like, kind)
+        own = choose(members, weights.elements) if isinstance(weights, Subnetwork) else None
+        accumulator = build(la.structure, members, la._options(), like, kind, own)
         accumulator.load(_under(tensors, f"block/{i}/", device))
-        blocks.append(Block(members, accumulator))
+        blocks.append(Block(members, accumulator, own))
     statistics = Statistics(**header["statistics"], errors=tensors.get("errors"))
     gradient = {name: tensors[f"gradient/{name}"].to(device) for name in parameters}
     curvature = Curvature(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import evidence, io, likelihoods, priors
-from lapwing.batches import Inputs, ReadOutput, Unpack, peek
+from lapwing.batches import Inputs, ReadOutput, Unpack, asked, peek
 from lapwing.curvature import DENSE, KINDS, STRUCTURES, Curvature, StructureOptions
 from lapwing.curvature.fit import Fit
 from lapwing.curvature.kfra import RESIDUAL
@@ -34,6 +34,7 @@ from lapwing.predictive.pushed import pushed_outputs
 from lapwing.predictive.sampled import sampled_outputs
 from lapwing.priors import Prior
 from lapwing.spectrum import Spectrum
+from lapwing.subnetwork import Subnetwork
 from lapwing.summary import summarize
 from lapwing.tape import Tape
 from lapwing.tuning import Groups, Tuning, tune
@@ -53,8 +54,8 @@ class Laplace:
             eigenpairs of all weights together; the rest is left to the prior).
         curvature: "ggn" (exact), "rademacher" (random signs), "fisher" (Monte Carlo), "empirical", "kfra" (means
             passed back; structure "kron") or "hessian" (dense structures).
-        weights: "all", "last_layer", a glob, or a list of names and globs. Frozen parameters
-            (`requires_grad=False`) are never Bayesian.
+        weights: "all", "last_layer", a glob, a list of names and globs, or a `Subnetwork` (structures "full" and
+            "block"). Frozen parameters (`requires_grad=False`) are never Bayesian.
         prior: prior precision λ: a number, `{glob: number}`, `GaussianPrior` or `FactoredDamping`.
         temperature: T multiplies the likelihood; T > 1 is a cold posterior. (laplace-torch's
             temperature is the reciprocal.)
@@ -120,8 +121,12 @@ class Laplace:
             raise InputError(f"curvature='kfra' makes Kronecker factors: it needs structure='kron', not {structure!r}.")
         if structure == "lowrank" and curvature != "ggn":
             raise InputError(f"structure='lowrank' is made of products with curvature='ggn', not {curvature!r}.")
-        self.weights = weights if isinstance(weights, str) else tuple(weights)
-        select(self.model, self.weights)
+        self.weights: Weights = weights if isinstance(weights, str | Subnetwork) else tuple(weights)
+        if isinstance(weights, Subnetwork) and structure not in DENSE:
+            raise InputError(
+                f"A subnetwork has a dense covariance: it needs structure='full' or 'block', not {structure!r}."
+            )
+        self._select()
         self.kron = choose(kron, ("expand", "reduce"), "kron")
         self.kfra_residual = choose(kfra_residual, RESIDUAL, "kfra_residual")
         for name, value in (
@@ -203,7 +208,7 @@ class Laplace:
             raise InputError(f"passes must be at least 1, got {passes}.")
         if not isinstance(loader, Iterable):
             raise InputError(f"fit needs an iterable of batches, such as a DataLoader, got {type(loader).__name__}.")
-        chosen = select(self.model, self.weights)
+        chosen = self._select()
         with random_state_kept(), borrowed(self.model, chosen):
             if self.weights == LAST_LAYER:
                 loader, first = peek(loader)
@@ -214,6 +219,7 @@ class Laplace:
                 curvature = Fit(
                     self.structure, self.curvature_kind, self.likelihood, self._options(), self.fisher_samples,
                     self.max_columns, self.unpack, self.progress, self.kfra_residual, self.rank_tolerance,
+                    self.weights.elements if isinstance(self.weights, Subnetwork) else None,
                 ).run(tape, loader, passes, generator)  # fmt: skip
         fitted = copy.copy(self)
         fitted._fitted = Fitted(tape, Spectrum(curvature))
@@ -222,6 +228,11 @@ class Laplace:
         self._fitted = fitted._fitted
         self.tuning_ = self.mode_ = None
         return self
+
+    def _select(self) -> dict[str, nn.Parameter]:
+        if isinstance(self.weights, Subnetwork):
+            return self.weights.parameters(self.model)
+        return select(self.model, self.weights)
 
     def _options(self) -> StructureOptions:
         return StructureOptions(self.kron, self.max_dense, self.max_factor, self.memory_budget, self.rank)
@@ -323,6 +334,10 @@ class Laplace:
         one input feature of the first layer ("input"), or `{glob: label}`.
         """
         self._state()
+        if isinstance(self.weights, Subnetwork) and groups in ("parameter", "input"):
+            raise InputError(
+                f"groups={groups!r} has precisions for weights that the subnetwork holds: use 'scalar' or 'layer'."
+            )
         tuned, tuning = tune(self, method, groups, loader, options)
         self.prior, self._noise, self._temperature = tuned.prior, tuned._noise, tuned._temperature
         self.mode_, self.tuning_ = tuned.mode_, tuning
@@ -459,13 +474,7 @@ class Laplace:
             return sampled_outputs(self.model, posterior, inputs, self.output, samples, generator, self.progress)
 
     def _inputs(self, x: Any) -> Inputs:
-        if isinstance(x, Mapping):
-            x = Inputs((), {key: value for key, value in x.items() if key != "labels"})
-        elif not isinstance(x, Inputs):
-            x = Inputs(tuple(x) if isinstance(x, tuple | list) else (x,), {})
-        inputs: Inputs = x.to(self.device)
-        inputs.check_finite("predict")
-        return inputs
+        return asked(x, self.device)
 
     # --------------------------------------------------------------------------------- housekeeping
 

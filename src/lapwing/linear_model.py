@@ -21,6 +21,7 @@ from lapwing.guard import random_state_kept, twice_differentiable
 from lapwing.jvp import Linearized, settle
 from lapwing.likelihoods import Likelihood, Statistics
 from lapwing.replay import Replay
+from lapwing.subnetwork import Subnetwork
 from lapwing.tape import Tape, agree
 
 if TYPE_CHECKING:
@@ -116,6 +117,8 @@ class LinearModel:
 @contextmanager
 def linear_model(la: Laplace, loader: Iterable[Any], what: str) -> Iterator[LinearModel]:
     """The linear model of a fitted posterior on the data of its fit; the network is borrowed while it is in use."""
+    if isinstance(la.weights, Subnetwork):
+        raise InputError(f"{what} moves whole parameters, not a subnetwork: use center='newton'.")
     state = la._unchanged()
     with (
         random_state_kept(),

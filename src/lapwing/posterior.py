@@ -83,6 +83,15 @@ class Posterior:
     def sizes(self) -> dict[str, torch.Size]:
         return {name: self.weights[name].shape for name in self.spectrum.curvature.parameters}
 
+    @cached_property
+    def chosen(self) -> dict[str, Tensor]:
+        """Of a subnetwork, 1 for its weights and 0 for those that are held, by parameter name, float64; else empty."""
+        found: dict[str, Tensor] = {}
+        for block in self.spectrum.blocks:
+            if block.chosen is not None:
+                found |= block.unpack(torch.ones(block.size, dtype=torch.float64))
+        return self._here(found)
+
     def _here(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """The values on the devices of the weights they belong to."""
         return {name: value.to(self.weights[name].device) for name, value in values.items()}
@@ -285,10 +294,12 @@ class Posterior:
         found: dict[str, Tensor] = {}
         shared = self.spectrum.squared_distance(self._gaussian(), self.weights) if self.center == "network" else {}
         for name, precision in self.precisions.items():
-            if name in shared and precision.dim() == 0:
+            if name in shared and precision.dim() == 0 and name not in self.chosen:
                 found[name] = shared[name]
             else:
                 found[name] = (self.weights[name].double() + self.step[name] - self.means[name]).square()
+            if name in self.chosen:
+                found[name] = found[name] * self.chosen[name]
         return found
 
     @cached_property

@@ -7,6 +7,7 @@ in the outputs, a vector-Jacobian product. One pass over the data for all column
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,16 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import likelihoods
-from lapwing.batches import ReadOutput, Unpack, check_targets, peek, read
-from lapwing.errors import InputError
+from lapwing.batches import Inputs, ReadOutput, Unpack, check_targets, peek, read
+from lapwing.errors import InputError, positive
 from lapwing.flat import Flat
 from lapwing.guard import borrowed, random_state_kept, twice_differentiable
-from lapwing.jvp import Linearized, OutputHessian, settle
+from lapwing.jvp import METHODS, Linearized, OutputHessian, settle
 from lapwing.likelihoods import Likelihood
 from lapwing.tape import Tape
 from lapwing.weights import LAST_LAYER, Weights, last_layer, select, unwrap
 
 _AT_ONCE = 8  # vectors in one forward pass
+_COLUMNS = 64  # columns of the likelihood's Hessian at once
 
 
 class Operator(Protocol):
@@ -141,23 +143,72 @@ class GGN:
         kept = torch.promote_types(vectors.dtype, torch.float32)
         total = torch.zeros(tangents.shape, dtype=kept, device=self.device)
         with random_state_kept(), borrowed(self.model, self.parameters), twice_differentiable(self.model):
-            for linear, curve in self._batches():
+            for linear, targets in self._batches():
+                curve = OutputHessian.at(self.likelihood, linear.outputs, targets)
                 for rows, few in zip(total.split(_AT_ONCE), tangents.split(_AT_ONCE), strict=True):
                     for row, moved in zip(rows, linear.push(self.unpack(few)), strict=True):
                         row += self.pack(linear.pull(curve(moved))).to(kept)
         return total.T.to(vectors.dtype)
 
-    def _batches(self) -> Iterator[tuple[Linearized, OutputHessian]]:
+    def draw(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Independent draws of `Σ_n J_nᵀ S_n ε_n` with `S_n S_nᵀ = Λ_n` and standard normal ε: `[p, count]`, float64.
+
+        Their covariance is H itself. One pass over the data, and a backward pass for every draw.
+        """
+        positive(count, "GGN.draw(count)")
+        total = torch.zeros(count, self.size, dtype=torch.float64, device=self.device)
+        quiet = nullcontext() if generator is None else random_state_kept()
+        with quiet, borrowed(self.model, self.parameters), twice_differentiable(self.model):
+            for linear, targets in self._batches():
+                outputs = linear.outputs.detach()
+                columns = self.likelihood.hessian_columns(outputs, targets)
+                vectors = outputs.new_zeros(count, *outputs.shape)
+                for start in range(0, columns.count, _COLUMNS):
+                    some = columns.part(start, min(start + _COLUMNS, columns.count))
+                    shape = (count, *some.shape[:2])
+                    noise = torch.randn(shape, generator=generator, dtype=outputs.dtype, device=outputs.device)
+                    vectors += torch.einsum("ckn,kn...->cn...", noise, some)
+                for row, vector in zip(total, vectors, strict=True):
+                    row += self.pack(linear.pull(vector)).double()
+        return total.T
+
+    def push(self, inputs: Inputs, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs `[N, *output]` at other inputs, and `J v` for the columns of `vectors` `[p, k]`:
+        `[k, N, *output]`.
+        """
+        tangents = vectors.detach().T.to(self.device, self.dtype)
+        with random_state_kept(), borrowed(self.model, self.parameters), twice_differentiable(self.model):
+            linear = Linearized.at(self._tape, inputs)
+            linear.method = self._way(linear)
+            moved = torch.cat([linear.push(self.unpack(few)) for few in tangents.split(_AT_ONCE)])
+        return linear.outputs.detach(), moved
+
+    def outputs(self, inputs: Inputs, steps: Tensor) -> Tensor:
+        """The outputs of networks whose weights are moved by the columns of `steps` `[p, k]`: `[k, N, *output]`."""
+        found = []
+        with random_state_kept(), borrowed(self.model, self.parameters), torch.no_grad():
+            for step in steps.detach().T.to(self.device, self.dtype):
+                moved = self.unpack(step)
+                weights = {name: parameter + moved[name] for name, parameter in self.parameters.items()}
+                found.append(self._tape.forward(weights, inputs))
+        return torch.stack(found)
+
+    def _way(self, linear: Linearized) -> str:
+        """How J v is computed; vmap turns convolutions into grouped ones, which take twice as long as one at a time."""
+        if self._method is None:
+            convolutions = any(parameter.dim() > 2 for parameter in self.parameters.values())
+            self._method = settle(linear, METHODS[1:] if convolutions else METHODS).method
+        return self._method
+
+    def _batches(self) -> Iterator[tuple[Linearized, Tensor]]:
         empty = True
         for where, inputs, targets in read(self.loader, self.device, self._unpack, self._title, self._progress):
             empty = False
             linear = Linearized.at(self._tape, inputs)
             check_targets(where, linear.outputs, targets)
             self.likelihood.check(linear.outputs.detach(), targets, where)
-            if self._method is None:
-                self._method = settle(linear).method
-            linear.method = self._method
-            yield linear, OutputHessian.at(self.likelihood, linear.outputs, targets)
+            linear.method = self._way(linear)
+            yield linear, targets
         if empty:
             raise InputError("The loader is empty: it yielded no batch, so there is no curvature.")
 

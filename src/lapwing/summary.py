@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from lapwing.curvature import Block
+from lapwing.gradients import Layer
 from lapwing.posterior import Posterior
 from lapwing.priors import FactoredDamping
 from lapwing.tape import Tape
@@ -14,7 +16,7 @@ def summarize(tape: Tape, posterior: Posterior) -> str:
         for layer in block.layers:
             path = f"fallback ({tape.fallback().method})" if layer.path == "fallback" else layer.path
             rows.append((
-                layer.name, ", ".join(name.rpartition(".")[2] for name in layer.parameters), f"{layer.size:,}",
+                layer.name, ", ".join(name.rpartition(".")[2] for name in layer.parameters), _size(block, layer),
                 path, block.accumulator.kind, _precision(posterior, layer.parameters),
             ))  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -27,6 +29,11 @@ def summarize(tape: Tape, posterior: Posterior) -> str:
         f"curvature {curvature.kind}{dropped}, temperature {float(posterior.temperature):g} (multiplies the likelihood)"
     )
     return "\n".join(lines)
+
+
+def _size(block: Block, layer: Layer) -> str:
+    chosen = block.chosen_of(layer)
+    return f"{layer.size:,}" if chosen is None else f"{chosen.numel():,} of {layer.size:,}"
 
 
 def _precision(posterior: Posterior, names: tuple[str, ...]) -> str:

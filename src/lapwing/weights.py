@@ -15,10 +15,11 @@ from lapwing.errors import InputError
 from lapwing.graph import nearest, walk
 from lapwing.guard import borrowed, random_state_kept
 from lapwing.layers import PairRule
+from lapwing.subnetwork import Subnetwork
 from lapwing.tape import Tape
 
 LAST_LAYER = "last_layer"
-Weights = str | Iterable[str]
+Weights = str | Iterable[str] | Subnetwork
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -41,6 +42,10 @@ def select(model: nn.Module, weights: Weights) -> dict[str, nn.Parameter]:
     Frozen parameters (`requires_grad=False`) are never Bayesian; naming one exactly is an error.
     "last_layer" is found from the tape and is resolved by `fit`; here it means all candidates.
     """
+    if isinstance(weights, Subnetwork):
+        raise InputError(
+            "A Subnetwork is for Laplace(..., structure='full' or 'block'); here weights are whole parameters."
+        )
     candidates = trainable(model)
     if isinstance(weights, str) and weights in ("all", LAST_LAYER):
         return candidates

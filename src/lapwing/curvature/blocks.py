@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from lapwing.columns import Columns, given
 from lapwing.curvature.accumulator import Accumulator
-from lapwing.gradients import Gradients, Layer, Rows
+from lapwing.gradients import Gradients, Layer, Rows, rows_at
 from lapwing.slope import Slope
 from lapwing.tape import Record
 
 
 @dataclass(frozen=True)
 class Block:
-    """Layers that share one basis, and their accumulated curvature. Parameters in layer order: `[p]`."""
+    """Layers that share one basis, and their accumulated curvature. Parameters in layer order: `[p]`.
+
+    Of a subnetwork only those `chosen`, indices into all of them `[k]`, count, and p is k; the others are held.
+    """
 
     layers: tuple[Layer, ...]
     accumulator: Accumulator
+    chosen: Tensor | None = field(default=None, compare=False)
 
     @property
     def name(self) -> str:
@@ -32,18 +36,40 @@ class Block:
 
     @property
     def size(self) -> int:
-        return sum(layer.size for layer in self.layers)
+        return sum(layer.size for layer in self.layers) if self.chosen is None else self.chosen.numel()
 
     def pack(self, values: dict[str, Tensor]) -> Tensor:
         """Parameters by name `[*lead, *size]` to `[*lead, p]`."""
-        return torch.cat([layer.pack(values) for layer in self.layers], dim=-1)
+        packed = torch.cat([layer.pack(values) for layer in self.layers], dim=-1)
+        return packed if self.chosen is None else packed[..., self.chosen.to(packed.device)]
 
     def unpack(self, vector: Tensor) -> dict[str, Tensor]:
-        """`[*lead, p]` to parameters by name."""
+        """`[*lead, p]` to parameters by name; 0 where a weight is held."""
+        if self.chosen is not None:
+            whole = vector.new_zeros(*vector.shape[:-1], sum(layer.size for layer in self.layers))
+            vector = whole.index_copy(-1, self.chosen.to(vector.device), vector)
         values: dict[str, Tensor] = {}
         for layer, part in zip(self.layers, vector.split([layer.size for layer in self.layers], -1), strict=True):
             values |= layer.unpack(part)
         return values
+
+    def chosen_of(self, layer: Layer) -> Tensor | None:
+        """The chosen parameters of one of the layers, in its own order; None where all are."""
+        if self.chosen is None:
+            return None
+        start = sum(one.size for one in self.layers[: self.layers.index(layer)])
+        return self.chosen[(self.chosen >= start) & (self.chosen < start + layer.size)] - start
+
+
+def choose(layers: tuple[Layer, ...], elements: Mapping[str, Tensor]) -> Tensor:
+    """Elements of flat parameters by name as indices into the parameters of some layers, in layer order: `[k]`."""
+    masks: dict[str, Tensor] = {}
+    for layer in layers:
+        for name, size in zip(layer.parameters, layer.sizes, strict=True):
+            mask = torch.zeros(size.numel(), dtype=torch.bool)
+            mask[elements[name]] = True
+            masks[name] = mask.reshape(size)
+    return torch.cat([layer.pack(masks) for layer in layers]).nonzero().squeeze(1)
 
 
 def deliver(
@@ -59,13 +85,13 @@ def deliver(
     A block of several layers gets them side by side as rows; with `together`, all columns at once.
     """
     for block in blocks:
-        if len(block.layers) > 1:
+        if len(block.layers) > 1 or block.chosen is not None:
             size = record.examples * block.size * record.outputs.element_size()
             step = columns.count if together else max(1, record.tape.budget // (2 * size))
             for start in range(0, columns.count, step):
                 stop = min(start + step, columns.count)
                 consume(block, Rows(_gather(record, columns.part(start, stop), block), start))
-    owners = {block.layers[0].name: block for block in blocks if len(block.layers) == 1}
+    owners = {block.layers[0].name: block for block in blocks if len(block.layers) == 1 and block.chosen is None}
     if owners:
         record.sweep(columns, lambda layer, gradients: consume(owners[layer.name], gradients), together, owners, slope)
 
@@ -73,9 +99,14 @@ def deliver(
 def _gather(record: Record, columns: Tensor, block: Block) -> Tensor:
     """The gradients of all layers of a block side by side: `[K, N, p]`."""
     found: dict[str, list[tuple[int, Tensor]]] = {}
+    chosen = {layer.name: block.chosen_of(layer) for layer in block.layers}
 
     def collect(layer: Layer, gradients: Gradients) -> None:
-        rows = gradients.rows(0, gradients.examples).reshape(gradients.columns, gradients.examples, -1)
+        elements = chosen[layer.name]
+        if elements is None:
+            rows = gradients.rows(0, gradients.examples).reshape(gradients.columns, gradients.examples, -1)
+        else:
+            rows = rows_at(gradients, elements.to(columns.device), layer.size, record.tape.budget // 4)
         found.setdefault(layer.name, []).append((gradients.start, rows))
 
     record.sweep(given(columns), collect, True, {layer.name for layer in block.layers})
@@ -84,5 +115,7 @@ def _gather(record: Record, columns: Tensor, block: Block) -> Tensor:
         if layer.name in found:
             parts.append(torch.cat([rows for _, rows in sorted(found[layer.name], key=lambda item: item[0])], dim=1))
         else:
-            parts.append(columns.new_zeros(columns.shape[0], record.examples, layer.size))
+            elements = chosen[layer.name]
+            width = layer.size if elements is None else elements.numel()
+            parts.append(columns.new_zeros(columns.shape[0], record.examples, width))
     return torch.cat(parts, dim=-1)

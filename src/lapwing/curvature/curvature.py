@@ -73,6 +73,8 @@ class Curvature:
                 )
         if [block.layers for block in self.blocks] != [block.layers for block in other.blocks]:
             raise InputError("Curvatures of different layers do not merge: fit both with the same model and weights.")
+        if any(not _same(a.chosen, b.chosen) for a, b in zip(self.blocks, other.blocks, strict=True)):
+            raise InputError("Curvatures of different subnetworks do not merge: fit both with the same weights.")
         for left, right in zip(self.blocks, other.blocks, strict=True):
             if _form(left) != _form(right):
                 raise InputError(
@@ -111,3 +113,9 @@ class Curvature:
 
 def _form(block: Block) -> tuple[str, dict[str, list[int]]]:
     return block.accumulator.kind, {key: list(value.shape) for key, value in block.accumulator.tensors().items()}
+
+
+def _same(left: Tensor | None, right: Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return torch.equal(left, right)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from lapwing.batches import Inputs, Unpack, check_targets, read
 from lapwing.columns import Columns, given
 from lapwing.curvature import lowrank
 from lapwing.curvature.accumulator import sum_dtype
-from lapwing.curvature.blocks import Block, deliver
+from lapwing.curvature.blocks import Block, choose, deliver
 from lapwing.curvature.compaction import as_columns, rank
 from lapwing.curvature.curvature import Curvature, Traces
 from lapwing.curvature.diagonal import DiagonalAccumulator
@@ -45,6 +45,8 @@ class Fit:
     progress: bool = True
     kfra_residual: str = "cross"
     rank_tolerance: float = 0.0
+    elements: Mapping[str, Tensor] | None = None
+    """Of a subnetwork, its elements of each flat parameter."""
 
     def run(self, tape: Tape, loader: Iterable[Any], passes: int, generator: torch.Generator | None) -> Curvature:
         """Accumulate over `passes` passes of the loader; sums are those of one."""
@@ -82,10 +84,12 @@ class Fit:
         assert tape.layers is not None
         tape.layers = arrange(self.structure, tape.layers, self.options)
         like = next(iter(tape.parameters.values()))
-        return tuple(
-            Block(layers, build(self.structure, layers, self.options, like.detach()))
-            for layers in group(self.structure, tape.layers)
-        )
+        blocks = []
+        for layers in group(self.structure, tape.layers):
+            chosen = None if self.elements is None else choose(layers, self.elements)
+            accumulator = build(self.structure, layers, self.options, like.detach(), chosen=chosen)
+            blocks.append(Block(layers, accumulator, chosen))
+        return tuple(blocks)
 
     def _batches(self, tape: Tape, loader: Iterable[Any], passes: int, title: str) -> Iterator[tuple[Record, Tensor]]:
         device = next(iter(tape.parameters.values())).device
@@ -122,7 +126,7 @@ class Fit:
         size = vectors.count * record.outputs.numel() * 8
         ranked = self.kind == "ggn" and self.rank_tolerance > 0 and 4 * size <= self.options.budget
         # The gradient comes with the first column where that has its direction, and each layer a block of its own.
-        whole = self.kind != "kfra" and all(len(block.layers) == 1 for block in blocks)
+        whole = self.kind != "kfra" and all(len(block.layers) == 1 and block.chosen is None for block in blocks)
         shared = slopes is not None and not ranked and whole
         if slopes is not None and shared and self.kind == "fisher" and vectors.count == 1:
             self._add_sampled(record, targets, vectors, blocks, slopes)

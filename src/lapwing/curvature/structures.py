@@ -58,7 +58,10 @@ def _kron(layers: tuple[Layer, ...], options: StructureOptions, like: Tensor) ->
 
 
 def _dense(layers: tuple[Layer, ...], options: StructureOptions, like: Tensor) -> Accumulator:
-    size = sum(layer.size for layer in layers)
+    return _dense_of(sum(layer.size for layer in layers), layers, options, like)
+
+
+def _dense_of(size: int, layers: tuple[Layer, ...], options: StructureOptions, like: Tensor) -> Accumulator:
     if size * size * like.element_size() > 2**34:
         raise InputError(
             f"A dense block of {layers[0].name!r}{' and others' if len(layers) > 1 else ''} needs a matrix of {size} × "
@@ -98,14 +101,22 @@ def group(structure: str, layers: tuple[Layer, ...]) -> list[tuple[Layer, ...]]:
 
 
 def build(
-    structure: str, layers: tuple[Layer, ...], options: StructureOptions, like: Tensor, kind: str | None = None
+    structure: str,
+    layers: tuple[Layer, ...],
+    options: StructureOptions,
+    like: Tensor,
+    kind: str | None = None,
+    chosen: Tensor | None = None,
 ) -> Accumulator:
     """An empty accumulator for a block of these layers; `like` gives device and dtype.
 
-    `kind` "ekfac" is that of a block in its second phase, whose basis is filled in by `load`.
+    `kind` "ekfac" is that of a block in its second phase, whose basis is filled in by `load`. Where only some
+    parameters are `chosen`, `[k]`, the block is dense.
     """
     like = torch.empty(0, dtype=sum_dtype(like.dtype), device=like.device)
     if kind == "ekfac":
         assert layers[0].shape is not None
         return DiagonalAccumulator(KroneckerBasis(layers[0].shape), like, options.budget, "ekfac")
+    if chosen is not None:
+        return _dense_of(chosen.numel(), layers, options, like)
     return STRUCTURES[structure](layers, options, like)
