@@ -7,6 +7,7 @@ from lapwing.errors import (
     ComparisonWarning,
     ConvergenceWarning,
     FileError,
+    IndefiniteWarning,
     InputError,
     LapwingError,
     NotFittedError,
@@ -14,7 +15,7 @@ from lapwing.errors import (
     TuningWarning,
 )
 from lapwing.laplace import Laplace
-from lapwing.likelihoods import Bernoulli, Categorical, Gaussian
+from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, MeanVariance
 from lapwing.mixture import Mixture
 from lapwing.predictive.prediction import Prediction
 from lapwing.priors import FactoredDamping, GaussianPrior
@@ -24,7 +25,7 @@ from lapwing.version import __version__
 
 __all__ = [
     "Averaged", "Bernoulli", "Categorical", "Comparison", "ComparisonWarning", "ConvergenceWarning",
-    "EvidenceInTheLoop", "FactoredDamping", "FileError", "Gaussian", "GaussianPrior", "InputError", "Laplace",
-    "LapwingError", "Mixture", "NotFittedError", "Prediction", "Pruning", "PruningWarning", "TuningWarning",
+    "EvidenceInTheLoop", "FactoredDamping", "FileError", "Gaussian", "GaussianPrior", "Heteroscedastic", "IndefiniteWarning",
+    "InputError", "Laplace", "LapwingError", "MeanVariance", "Mixture", "NotFittedError", "Prediction", "Pruning", "PruningWarning", "TuningWarning",
     "__version__", "compare", "priors", "prune", "train_with_evidence",
 ]  # fmt: skip

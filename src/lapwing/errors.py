@@ -38,6 +38,10 @@ class PruningWarning(UserWarning):
     """A pruning that leaves nothing of a layer."""
 
 
+class IndefiniteWarning(UserWarning):
+    """A likelihood whose Hessian is not positive semi-definite, and what takes its place."""
+
+
 class TuningWarning(UserWarning):
     """A tuned value is not an interior optimum of the evidence."""
 

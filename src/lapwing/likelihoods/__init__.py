@@ -10,13 +10,17 @@ from lapwing.likelihoods.base import Likelihood, Statistics
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
 from lapwing.likelihoods.gaussian import Gaussian
+from lapwing.likelihoods.heteroscedastic import Heteroscedastic
+from lapwing.likelihoods.mean_variance import MeanVariance
 
 NAMES: dict[str, Callable[[], Likelihood]] = {
     "classification": Categorical,
     "regression": Gaussian,
     "binary": Bernoulli,
+    "heteroscedastic": Heteroscedastic,
 }
-_FROM_CONFIG: dict[str, Callable[..., Likelihood]] = {kind.name: kind for kind in (Categorical, Gaussian, Bernoulli)}
+_KINDS: tuple[Any, ...] = (Categorical, Gaussian, Bernoulli, Heteroscedastic, MeanVariance)
+_FROM_CONFIG: dict[str, Callable[..., Likelihood]] = {kind.name: kind for kind in _KINDS}
 
 
 def resolve(likelihood: str | Likelihood) -> Likelihood:
@@ -42,4 +46,7 @@ def from_config(config: dict[str, Any]) -> Likelihood:
     return _FROM_CONFIG[name](**options)
 
 
-__all__ = ["NAMES", "Bernoulli", "Categorical", "Gaussian", "Likelihood", "Statistics", "from_config", "resolve"]
+__all__ = [
+    "NAMES", "Bernoulli", "Categorical", "Gaussian", "Heteroscedastic", "Likelihood", "MeanVariance", "Statistics",
+    "from_config", "resolve",
+]  # fmt: skip
