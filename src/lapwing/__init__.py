@@ -15,7 +15,15 @@ from lapwing.errors import (
     TuningWarning,
 )
 from lapwing.laplace import Laplace
-from lapwing.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic, MeanVariance
+from lapwing.likelihoods import (
+    Bernoulli,
+    Categorical,
+    CustomLikelihood,
+    Gaussian,
+    Heteroscedastic,
+    MeanVariance,
+    Poisson,
+)
 from lapwing.mixture import Mixture
 from lapwing.predictive.prediction import Prediction
 from lapwing.priors import FactoredDamping, GaussianPrior
@@ -25,7 +33,8 @@ from lapwing.version import __version__
 
 __all__ = [
     "Averaged", "Bernoulli", "Categorical", "Comparison", "ComparisonWarning", "ConvergenceWarning",
-    "EvidenceInTheLoop", "FactoredDamping", "FileError", "Gaussian", "GaussianPrior", "Heteroscedastic", "IndefiniteWarning",
-    "InputError", "Laplace", "LapwingError", "MeanVariance", "Mixture", "NotFittedError", "Prediction", "Pruning", "PruningWarning", "TuningWarning",
-    "__version__", "compare", "priors", "prune", "train_with_evidence",
+    "CustomLikelihood", "EvidenceInTheLoop", "FactoredDamping", "FileError", "Gaussian", "GaussianPrior",
+    "Heteroscedastic", "IndefiniteWarning", "InputError", "Laplace", "LapwingError", "MeanVariance", "Mixture",
+    "NotFittedError", "Poisson", "Prediction", "Pruning", "PruningWarning", "TuningWarning", "__version__",
+    "compare", "priors", "prune", "train_with_evidence",
 ]  # fmt: skip

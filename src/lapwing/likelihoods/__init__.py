@@ -9,17 +9,21 @@ from lapwing.errors import FileError, InputError, choose
 from lapwing.likelihoods.base import Likelihood, Statistics
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
+from lapwing.likelihoods.custom import CustomLikelihood
 from lapwing.likelihoods.gaussian import Gaussian
 from lapwing.likelihoods.heteroscedastic import Heteroscedastic
 from lapwing.likelihoods.mean_variance import MeanVariance
+from lapwing.likelihoods.poisson import Poisson
 
 NAMES: dict[str, Callable[[], Likelihood]] = {
     "classification": Categorical,
     "regression": Gaussian,
     "binary": Bernoulli,
     "heteroscedastic": Heteroscedastic,
+    "poisson": Poisson,
+    "count": Poisson,
 }
-_KINDS: tuple[Any, ...] = (Categorical, Gaussian, Bernoulli, Heteroscedastic, MeanVariance)
+_KINDS: tuple[Any, ...] = (Categorical, Gaussian, Bernoulli, Heteroscedastic, MeanVariance, Poisson)
 _FROM_CONFIG: dict[str, Callable[..., Likelihood]] = {kind.name: kind for kind in _KINDS}
 
 
@@ -47,6 +51,6 @@ def from_config(config: dict[str, Any]) -> Likelihood:
 
 
 __all__ = [
-    "NAMES", "Bernoulli", "Categorical", "Gaussian", "Heteroscedastic", "Likelihood", "MeanVariance", "Statistics",
-    "from_config", "resolve",
+    "NAMES", "Bernoulli", "Categorical", "CustomLikelihood", "Gaussian", "Heteroscedastic", "Likelihood",
+    "MeanVariance", "Poisson", "Statistics", "from_config", "resolve",
 ]  # fmt: skip

@@ -82,7 +82,7 @@ class PairLikelihood:
         mean, variance = self.moments(outputs)
         if not bool((torch.isfinite(mean) & torch.isfinite(variance) & (variance > 0)).all()):
             raise InputError(
-                f"{where}: the second half of the outputs reaches {float(outputs.chunk(2, -1)[1].abs().max()):g}, where "
+                f"{where}: the second half of the outputs reaches {float(split(outputs)[1].abs().max()):g}, where "
                 f"the variance over- or underflows in {outputs.dtype}. Train with a smaller learning rate or a prior, "
                 "or in float64."
             )
@@ -106,6 +106,12 @@ class PairLikelihood:
         cross = (r1 * r2).sum((0, 1)).flatten()
         matrix = torch.diag(roots.square().sum((0, 1)).flatten())
         return matrix.index_put((i1, i2), cross).index_put((i2, i1), cross)
+
+    def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        """`Λ_f v`, both `[N, ..., 2D]`: that of autograd would add the head's second derivative."""
+        along = [left + right for left, right in (split(root * vector) for root in self.roots(outputs))]
+        pairs = zip(self.roots(outputs), along, strict=True)
+        return torch.stack([root * torch.cat([inner, inner], -1) for root, inner in pairs]).sum(0)
 
     def hessian_columns(self, outputs: Tensor, targets: Tensor) -> Columns:
         halves = [[diagonal(half) for half in split(root)] for root in self.roots(outputs)]
