@@ -298,10 +298,21 @@ def test_last_layer_needs_no_backward_pass_and_is_the_same() -> None:
     )
 
 
-def wavy(count: int = 200) -> tuple[Tensor, Tensor]:
-    """A sine whose noise grows with x from 0.05 to 0.45: inputs and targets `[N, 1]`."""
-    x = torch.linspace(-1, 1, count, dtype=torch.float64).unsqueeze(1)
-    return x, torch.sin(3 * x) + (0.25 + 0.2 * x) * drawn(count, 1, seed=4)
+def wavy(seed: int = 4) -> tuple[Tensor, Tensor]:
+    """A sine whose noise grows with x from 0.1 to 0.5: inputs and targets `[N, 1]`."""
+    x = torch.linspace(-1, 1, 300, dtype=torch.float64).unsqueeze(1)
+    return x, torch.sin(3 * x) + (0.3 + 0.2 * x) * drawn(300, 1, seed=seed)
+
+
+def nearly_the_truth(la: Laplace) -> bool:
+    """New targets are about as probable as under the truth, more than under the true mean with constant noise."""
+    x, y = wavy(seed=9)
+    mean = torch.sin(3 * x)
+    truth = Normal(mean, 0.3 + 0.2 * x).log_prob(y).mean()
+    constant = Normal(mean, (y - mean).std()).log_prob(y).mean()
+    found = la.predict(x).log_prob(y).mean()
+    assert float(truth - constant) > 0.15
+    return bool((found > truth - 0.1) & (found > constant + 0.05))
 
 
 def test_training_with_the_evidence_finds_the_noise(tmp_path: Path) -> None:
@@ -310,19 +321,15 @@ def test_training_with_the_evidence_finds_the_noise(tmp_path: Path) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 2)).double()
         trained = train_with_evidence(
-            model, [(x, y)], "heteroscedastic", 600, groups="layer", every=50, curvature="ggn", progress=False,
-            optimizer=lambda parameters: torch.optim.Adam(parameters, 0.02),
+            model, [(x, y)], "heteroscedastic", 600, groups="layer", every=100, curvature="ggn", progress=False,
+            optimizer=lambda parameters: torch.optim.Adam(parameters, 0.05),
         )  # fmt: skip
     assert trained.la is not None
-    prediction = trained.la.predict(x)
-    truth = (0.25 + 0.2 * x).square()
-    ratio = (prediction.aleatoric / truth).log().abs()
-    assert float(ratio.median()) < 0.3
-    assert float((prediction.mean - torch.sin(3 * x)).abs().mean()) < 0.08
+    assert nearly_the_truth(trained.la)
     trained.la.save(tmp_path / "posterior.safetensors")
     loaded = Laplace.load(tmp_path / "posterior.safetensors", model)
     assert loaded.likelihood == Heteroscedastic("softplus")
-    torch.testing.assert_close(loaded.predict(x).variance, prediction.variance)
+    torch.testing.assert_close(loaded.predict(x).variance, trained.la.predict(x).variance)
 
 
 def test_plain_training_with_the_log_probability() -> None:
@@ -331,15 +338,13 @@ def test_plain_training_with_the_log_probability() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 2)).double()
-    optimizer = torch.optim.Adam(model.parameters(), 0.02)
-    for _ in range(400):
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    for _ in range(600):
         optimizer.zero_grad()
-        loss = -likelihood.log_prob(model(x), y).mean()
-        loss.backward()
+        (-likelihood.log_prob(model(x), y).mean()).backward()
         optimizer.step()
     la = Laplace(model, likelihood).fit([(x, y)]).tune_prior()
-    ends = la.predict(x[[20, -20]]).aleatoric[:, 0]
-    assert float(ends[1] / ends[0]) > 5
+    assert nearly_the_truth(la)
     far = la.predict(torch.tensor([[3.0]], dtype=torch.float64))
     assert float(far.epistemic) > float(la.predict(x).epistemic.mean())
 

@@ -187,8 +187,9 @@ def main() -> None:
     done = {(one.problem, one.split, one.epochs) for one in runs}
     tasks = [
         (problem, split, options.epochs or PROBLEMS[problem].epochs)
-        for problem in options.sets
-        for split in range(min(options.splits or PROBLEMS[problem].splits, PROBLEMS[problem].splits))
+        for split in range(options.splits or max(one.splits for one in PROBLEMS.values()))
+        for problem in options.sets  # the first split of every set, then the second: an early end has some of each
+        if split < PROBLEMS[problem].splits
     ]
     with ProcessPoolExecutor(options.workers) as pool:
         waiting = [pool.submit(run, task) for task in tasks if task not in done]

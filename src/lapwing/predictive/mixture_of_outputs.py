@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lapwing.errors import InputError
 from lapwing.predictive.prediction import Prediction
 
 
@@ -31,9 +32,9 @@ class OutputMixture(Prediction):
     def _of(self, method: str) -> Tensor:
         function = getattr(self.likelihood, method, None)
         if function is None:
-            raise AttributeError(
+            raise InputError(
                 f"The {self.likelihood.name} likelihood has no method {method}(outputs), which this attribute of a "
-                "prediction needs."
+                "prediction needs. Write it, or use log_prob."
             )
         found: Tensor = function(self.outputs)
         return found
