@@ -71,7 +71,7 @@ class CustomLikelihood:
         return Statistics(outputs.shape[0], float(self.log_prob(outputs.double(), doubled).sum()))
 
     def hessians(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """`Λ_n = −∇²_f log p(y_n|f_n)`, the D outputs of an example flat: `[N, D, D]`; checked to be semi-definite."""
+        """`Λ_n = −∇²_f log p(y_n|f_n)`, the D outputs of an example flat: `[N, D, D]`."""
         with torch.enable_grad():
             leaf = outputs if outputs.requires_grad else outputs.detach().requires_grad_()
             (slope,) = torch.autograd.grad(-self.log_prob(leaf, targets).sum(), leaf, create_graph=True)

@@ -32,6 +32,7 @@ class Heteroscedastic(pairs.PairLikelihood):
     - "mc": draws of f through the head (η2 < 0 whatever f2), a mixture of Gaussians: the variance is uncertain too.
 
     The first two have the variance v of the network at its mean as aleatoric part. There is no `noise` to set or tune.
+    `find_mode` works in f, where through the head the problem need not be convex: its mode is then a local one.
 
     Args:
         head: s, "softplus" or "exp".
