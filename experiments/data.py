@@ -13,12 +13,13 @@ from benchmarks.data import MissingDataError, folder
 
 @dataclass(frozen=True)
 class Split:
-    """Training and test examples of one set."""
+    """Training and test examples of one set; `spread` is what standardized targets were divided by."""
 
     x_train: Tensor
     y_train: Tensor
     x_test: Tensor
     y_test: Tensor
+    spread: float = 1.0
 
 
 def uci(name: str, split: int = 0, dtype: torch.dtype = torch.float64) -> Split:
@@ -29,8 +30,24 @@ def uci(name: str, split: int = 0, dtype: torch.dtype = torch.float64) -> Split:
     train, test = order[:-tests], order[-tests:]
     shift, spread = x[train].mean(0), x[train].std(0)
     x = (x - shift) / torch.where(spread > 0, spread, torch.ones_like(spread))
-    y = (y - y[train].mean(0)) / y[train].std(0)
-    return Split(x[train], y[train], x[test], y[test])
+    size = float(y[train].std())
+    y = (y - y[train].mean(0)) / size
+    return Split(x[train], y[train], x[test], y[test], size)
+
+
+def crispr(screen: str, split: int = 0, dtype: torch.dtype = torch.float32) -> Split:
+    """Knockdown efficacies `[N, 1]` (means of replicates) of guides `[N, 152]`, one-hot; a tenth at random to test on.
+
+    `screen` is "flow_cytometry_HEK293", "survival_screen_A375" or "survival_screen_HEK293". Targets are standardized.
+    """
+    with np.load(_file("crispr_cas13.npz")) as arrays:
+        codes, y = torch.tensor(arrays[f"{screen}__x"]).long(), torch.tensor(arrays[f"{screen}__y_mean"]).to(dtype)
+    x = (codes.unsqueeze(-1) == torch.arange(4)).to(dtype).flatten(1)  # an unknown base is all 0
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(split))
+    test, train = order[: len(x) // 10], order[len(x) // 10 :]
+    size = float(y[train].std())
+    y = (y - y[train].mean(0)) / size
+    return Split(x[train], y[train], x[test], y[test], size)
 
 
 def fashion_mnist(train: int) -> Split:

@@ -32,7 +32,8 @@ class Setting:
     def of(case: Case) -> Setting:
         split = case.data()
         parts = (split.x_train, split.y_train, split.x_test, split.y_test)
-        split = Split(*(part.to(case.dtype) if part.is_floating_point() else part for part in parts))
+        x, y, x_test, y_test = (part.to(case.dtype) if part.is_floating_point() else part for part in parts)
+        split = Split(x, y, x_test, y_test)
         return Setting(case, train(case, split), split)
 
     @property

@@ -8,6 +8,7 @@ from lapwing.errors import (
     ConvergenceWarning,
     DataWarning,
     FileError,
+    IndefiniteWarning,
     InputError,
     LapwingError,
     NotFittedError,
@@ -16,7 +17,15 @@ from lapwing.errors import (
 )
 from lapwing.function_space import FunctionSpace
 from lapwing.laplace import Laplace
-from lapwing.likelihoods import Bernoulli, Categorical, Gaussian
+from lapwing.likelihoods import (
+    Bernoulli,
+    Categorical,
+    CustomLikelihood,
+    Gaussian,
+    Heteroscedastic,
+    MeanVariance,
+    Poisson,
+)
 from lapwing.mixture import Mixture
 from lapwing.predictive.prediction import Prediction
 from lapwing.priors import FactoredDamping, GaussianPrior
@@ -27,9 +36,10 @@ from lapwing.training import EvidenceInTheLoop, train_with_evidence
 from lapwing.version import __version__
 
 __all__ = [
-    "Averaged", "Bernoulli", "Categorical", "Comparison", "ComparisonWarning", "ConvergenceWarning", "DataWarning",
-    "DrawnPosterior", "EvidenceInTheLoop", "FactoredDamping", "FileError", "FunctionSpace", "Gaussian",
-    "GaussianPrior", "InputError", "Laplace", "LapwingError", "Mixture", "NotFittedError", "Prediction", "Pruning",
+    "Averaged", "Bernoulli", "Categorical", "Comparison", "ComparisonWarning", "ConvergenceWarning",
+    "CustomLikelihood", "DataWarning", "DrawnPosterior", "EvidenceInTheLoop", "FactoredDamping", "FileError",
+    "FunctionSpace", "Gaussian", "GaussianPrior", "Heteroscedastic", "IndefiniteWarning", "InputError", "Laplace",
+    "LapwingError", "MeanVariance", "Mixture", "NotFittedError", "Poisson", "Prediction", "Pruning",
     "PruningWarning", "Subnetwork", "TuningWarning", "__version__", "compare", "diagnostics", "priors", "prune",
     "sample_by_optimization", "train_with_evidence",
 ]  # fmt: skip

@@ -42,6 +42,10 @@ class DataWarning(UserWarning):
     """Data are not those of the fit."""
 
 
+class IndefiniteWarning(UserWarning):
+    """A likelihood whose Hessian is not positive semi-definite, and what takes its place."""
+
+
 class TuningWarning(UserWarning):
     """A tuned value is not an interior optimum of the evidence."""
 

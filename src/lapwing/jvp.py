@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,18 +23,22 @@ REFUSALS = (RuntimeError, ValueError, NotImplementedError, TypeError, IndexError
 
 
 class OutputHessian:
-    """`v ↦ Λ v` for outputs `[N, ...]` of one batch, by the derivative of the gradient of `−log p`."""
+    """`v ↦ Λ v` for outputs `[N, ...]` of one batch: the likelihood's own `hessian_product` where it has one (its head
+    counts as part of the network), else by the derivative of the gradient of `−log p`.
+    """
 
-    def __init__(self, outputs: Tensor, slope: Tensor) -> None:
-        self.outputs, self.slope = outputs, slope
+    def __init__(self, outputs: Tensor, slope: Tensor, product: Callable[[Tensor, Tensor], Tensor] | None) -> None:
+        self.outputs, self.slope, self.product = outputs, slope, product
 
     @staticmethod
     def at(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> OutputHessian:
         leaf = outputs.detach().requires_grad_()
         (slope,) = torch.autograd.grad(-likelihood.log_prob(leaf, targets).sum(), leaf, create_graph=True)
-        return OutputHessian(leaf, slope)
+        return OutputHessian(leaf, slope, getattr(likelihood, "hessian_product", None))
 
     def __call__(self, vector: Tensor) -> Tensor:
+        if self.product is not None:
+            return self.product(self.outputs.detach(), vector)
         if not self.slope.requires_grad:  # piecewise linear: no curvature
             return torch.zeros_like(vector)
         (product,) = torch.autograd.grad(self.slope, self.outputs, vector, retain_graph=True)

@@ -49,7 +49,8 @@ class Laplace:
 
     Args:
         model: any trained `nn.Module`. It comes back from every call exactly as it was.
-        likelihood: "classification", "regression", "binary", or an instance such as `Gaussian(noise=0.1)`.
+        likelihood: "classification", "regression", "binary", "heteroscedastic", "poisson", or an instance such as
+            `Gaussian(noise=0.1)` or a `CustomLikelihood` of one's own.
         structure: "diag", "kron", "ekfac", "block" (dense per layer), "full", or "lowrank" (the largest
             eigenpairs of all weights together; the rest is left to the prior).
         curvature: "ggn" (exact), "rademacher" (random signs), "fisher" (Monte Carlo), "empirical", "kfra" (means
@@ -424,7 +425,8 @@ class Laplace:
                 passes of weights drawn once). Drawn weights are the same for all inputs.
             link: for linearized predictions of classes "probit" (default), "mf1", "mf2", "bridge", "bridge-norm" or
                 "delta" (closed forms, each with its range: `lapwing.predictive.links`), or "mc" (Monte Carlo over
-                outputs, with noise of its own for every input); regression is exact.
+                outputs, with noise of its own for every input); regression is exact. See `Heteroscedastic` and
+                `Poisson` for theirs.
             samples: draws (default 100 of weights, 1,000 in output space), or weights from `la.sample`.
             generator: the source of randomness; None consumes torch's global one.
             center: "network", "newton" or "linear" (after `find_mode`); default that of `la`.

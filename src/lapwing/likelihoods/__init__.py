@@ -9,14 +9,22 @@ from lapwing.errors import FileError, InputError, choose
 from lapwing.likelihoods.base import Likelihood, Statistics
 from lapwing.likelihoods.bernoulli import Bernoulli
 from lapwing.likelihoods.categorical import Categorical
+from lapwing.likelihoods.custom import CustomLikelihood
 from lapwing.likelihoods.gaussian import Gaussian
+from lapwing.likelihoods.heteroscedastic import Heteroscedastic
+from lapwing.likelihoods.mean_variance import MeanVariance
+from lapwing.likelihoods.poisson import Poisson
 
 NAMES: dict[str, Callable[[], Likelihood]] = {
     "classification": Categorical,
     "regression": Gaussian,
     "binary": Bernoulli,
+    "heteroscedastic": Heteroscedastic,
+    "poisson": Poisson,
+    "count": Poisson,
 }
-_FROM_CONFIG: dict[str, Callable[..., Likelihood]] = {kind.name: kind for kind in (Categorical, Gaussian, Bernoulli)}
+_KINDS: tuple[Any, ...] = (Categorical, Gaussian, Bernoulli, Heteroscedastic, MeanVariance, Poisson)
+_FROM_CONFIG: dict[str, Callable[..., Likelihood]] = {kind.name: kind for kind in _KINDS}
 
 
 def resolve(likelihood: str | Likelihood) -> Likelihood:
@@ -42,4 +50,7 @@ def from_config(config: dict[str, Any]) -> Likelihood:
     return _FROM_CONFIG[name](**options)
 
 
-__all__ = ["NAMES", "Bernoulli", "Categorical", "Gaussian", "Likelihood", "Statistics", "from_config", "resolve"]
+__all__ = [
+    "NAMES", "Bernoulli", "Categorical", "CustomLikelihood", "Gaussian", "Heteroscedastic", "Likelihood",
+    "MeanVariance", "Poisson", "Statistics", "from_config", "resolve",
+]  # fmt: skip

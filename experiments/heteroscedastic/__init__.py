@@ -1,0 +1,1 @@
+"""Evidence against width and depth, with test likelihood beside it."""
