@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -171,8 +172,8 @@ def draw(curves: list[dict[str, list[float | None]]]) -> None:
         for ax in (axes[0], axes[2]):
             ax.set_ylabel("p(first class)")
         figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=7)
-        for path in (HERE / "figure.svg", HERE.parent.parent / "docs" / "images" / "links.svg"):
-            figure.savefig(path, metadata={"Date": None})
+        figure.savefig(HERE / "figure.svg", metadata={"Date": None})
+    shutil.copy(HERE / "figure.svg", HERE.parent.parent / "docs" / "images" / "links.svg")
 
 
 def main() -> None:
