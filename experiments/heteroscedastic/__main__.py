@@ -167,7 +167,8 @@ def table(runs: list[Run]) -> str:
     for problem, settings in PROBLEMS.items():
         own = [one for one in runs if one.problem == problem]
         if own:
-            cells = ["{:.3f} ± {:.3f}".format(*mean_and_error([getattr(one, kind) for one in own])) for kind in kinds]
+            found = [mean_and_error([getattr(one, kind) for one in own]) for kind in kinds]
+            cells = [f"{mean:.2f}" + ("" if math.isnan(error) else f" ± {error:.2f}") for mean, error in found]
             lines.append(f"| {problem} | {len(own)} | {' | '.join(cells)} | {settings.published:.2f} |")
     return "\n".join(lines)
 
