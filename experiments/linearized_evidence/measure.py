@@ -141,7 +141,8 @@ def scaling(setting: Setting, tuned: dict[str, Laplace], factors: list[float]) -
             assert moved.tuning_ is not None
             precisions = moved.tuning_.precisions
             found[name]["std"].append(float(after.mean()))
-            found[name]["change"].append(float((after / before - 1).abs().max()))
+            level = before.clamp(min=1e-9 * float(before.max()))  # outputs that nothing moves have no spread
+            found[name]["change"].append(float(((after - before).abs() / level).max()))
             found[name]["precision"].append(precisions.get(group.label, precisions.get("all")))
     return found
 
