@@ -102,6 +102,10 @@ def test_moments_against_a_million_draws() -> None:
     torch.testing.assert_close(exact.epistemic[0], rates.var(0), rtol=0.02, atol=0)
     torch.testing.assert_close(exact.aleatoric[0], rates.mean(0), rtol=0.01, atol=0)
     torch.testing.assert_close(exact.std.square(), exact.aleatoric + exact.epistemic)
+    split = exact.uncertainty()
+    assert torch.equal(split.total, split.aleatoric + split.epistemic)
+    with pytest.raises(InputError, match="uncertainty of counts"):
+        exact.uncertainty("entropy")
     seen = torch.tensor([[2.0, 5.0]], dtype=torch.float64)
     share = (y == seen).double().mean(0).log().sum()
     assert float(exact.log_prob(seen)) == pytest.approx(float(share), abs=0.02)

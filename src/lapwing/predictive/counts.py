@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily, Poisson
 
-from lapwing.errors import InputError
+from lapwing.errors import InputError, choose
 from lapwing.predictive.prediction import Prediction
+from lapwing.predictive.uncertainty import Uncertainty
 
 _NODES = 48  # of the quadrature
 _STRATA = 512  # draws at equal probabilities that stand for a log-normal rate in its distribution
@@ -58,6 +59,12 @@ class CountPrediction(Prediction):
     def std(self) -> Tensor:
         """Its square root."""
         return self.variance.sqrt()
+
+    def uncertainty(self, measure: str = "variance") -> Uncertainty:
+        """Total, aleatoric and epistemic variance; the entropy of counts is not computed."""
+        choose(measure, ("variance",), "measure of the uncertainty of counts")
+        source = "samples" if self.gaussian is None else "closed form"
+        return Uncertainty(self.variance, self.aleatoric, self.epistemic, source)
 
     def log_prob(self, counts: Tensor) -> Tensor:
         """Log probability of counts `[N, *output]`, summed over the outputs: `[N]`.
