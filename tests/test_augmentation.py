@@ -120,3 +120,16 @@ def test_the_evidence_learns_the_range_of_an_invariance() -> None:
     shrunk, la, first = learned_range("angle")
     assert shrunk < 4
     assert float(la.log_evidence()) > first
+
+
+def test_averaged_outputs_are_read() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2).double()
+
+        def forward(self, x: torch.Tensor) -> tuple[str, torch.Tensor]:
+            return "other", self.layer(x)
+
+    model, x = Pair(), torch.randn(4, 5, 3, dtype=torch.float64)
+    torch.testing.assert_close(Averaged(model, output=lambda found: found[1])(x), model.layer(x.mean(1)))

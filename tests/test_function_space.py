@@ -253,3 +253,16 @@ def test_the_model_comes_back_and_bad_input_is_named() -> None:
         model.head.weight += 1  # type: ignore[operator, union-attr]
     with pytest.raises(InputError, match="changed since the fit"):
         process.predict(x)
+
+
+@pytest.mark.parametrize("link", ["mf2", "mc"])
+def test_links_see_the_covariance_of_many_outputs(link: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 70).double(), torch.randn(8, 3, dtype=torch.float64)
+    given = [(x, torch.randint(70, (8,)))]
+    process = FunctionSpace(model, "classification", prior=0.5).fit(given)
+    la = Laplace(model, "classification", "full", prior=0.5).fit(given)
+    ours, theirs = (
+        one.predict(x, link=link, samples=50, generator=torch.Generator().manual_seed(1)) for one in (process, la)
+    )
+    torch.testing.assert_close(ours.probs, theirs.probs, rtol=1e-6, atol=1e-8)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn import functional
 
+from benchmarks.models import ResNet20
 from lapwing import Laplace
 from tests import oracles
 
@@ -25,36 +25,6 @@ pytestmark = pytest.mark.skipif(
     not (IMAGES.is_file() and WEIGHTS.is_file()),
     reason="needs cifar10_test.npz in LAPWING_DATA and resnet20_cifar10.safetensors in ../weights beside it",
 )
-
-
-class Block(nn.Module):
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outputs)
-        self.stride, self.extra = stride, outputs - inputs
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
-        if self.extra:
-            x = functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.extra // 2, self.extra // 2))
-        return functional.relu(out + x)
-
-
-class ResNet20(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16)
-        self.layer1 = nn.Sequential(*(Block(16, 16, 1) for _ in range(3)))
-        self.layer2 = nn.Sequential(Block(16, 32, 2), Block(32, 32, 1), Block(32, 32, 1))
-        self.layer3 = nn.Sequential(Block(32, 64, 2), Block(64, 64, 1), Block(64, 64, 1))
-        self.linear = nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer3(self.layer2(self.layer1(functional.relu(self.bn1(self.conv1(x))))))
-        return self.linear(x.mean((2, 3)))
 
 
 @pytest.fixture(scope="module")

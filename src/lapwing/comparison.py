@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lapwing import evidence
-from lapwing.errors import ComparisonWarning, InputError, NotFittedError, positive
+from lapwing.errors import ComparisonWarning, InputError, NotFittedError, positive, warn
 from lapwing.laplace import Laplace
 from lapwing.priors import FactoredDamping
 
@@ -130,11 +129,8 @@ def log_evidences(models: Iterable[Laplace]) -> Tensor:
     return torch.stack([la.log_evidence().detach().cpu() for la in models])
 
 
-def check_comparable(models: Mapping[str, Laplace], caller: int = 3) -> None:
-    """Raise where evidences are not of the same data and kind; warn where they are bounds of unequal tightness.
-
-    `caller` is how far up the user's call is, for warnings.
-    """
+def check_comparable(models: Mapping[str, Laplace]) -> None:
+    """Raise where evidences are not of the same data and kind; warn where they are bounds of unequal tightness."""
     if not isinstance(models, Mapping):
         raise InputError(f"compare needs models by name, {{name: la, ...}}, got a {type(models).__name__}.")
     if not models:
@@ -166,7 +162,7 @@ def check_comparable(models: Mapping[str, Laplace], caller: int = 3) -> None:
         found = {name: value(la) for name, la in models.items()}
         if len(set(found.values())) > 1:
             shown = ", ".join(f"{name}: {kind}" for name, kind in found.items())
-            warnings.warn(f"The models differ in {what} ({shown}). {consequence}", ComparisonWarning, stacklevel=caller)
+            warn(f"The models differ in {what} ({shown}). {consequence}", ComparisonWarning)
 
 
 _SAME: dict[str, Callable[[Laplace], Any]] = {

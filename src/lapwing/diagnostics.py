@@ -161,31 +161,13 @@ def diagnose(la: Laplace, loader: Iterable[Any] | None = None) -> Diagnosis:
 
 def _first_order(posterior: Posterior) -> tuple[float, float]:
     """The Newton decrement in nats, and the relative violation of the first-order condition, at θ̃."""
-    slope, violation = _slope(posterior, {}, posterior.spectrum.curvature.gradient)
-    solved = posterior.solve(slope)
-    return 0.5 * sum(float((slope[name] * solved[name]).sum()) for name in slope), violation
-
-
-def _slope(
-    posterior: Posterior, step: dict[str, Tensor], gradient: dict[str, Tensor]
-) -> tuple[dict[str, Tensor], float]:
-    """Gradient of the negative log joint at `θ̃ + step`, and its size relative to its terms, in the norm of Π⁻¹."""
-    slope: dict[str, Tensor] = {}
-    squares = torch.zeros(3, dtype=torch.float64)
-    for name in posterior.sizes:
-        precision = posterior.prior_scale * posterior.precisions[name]
-        distance = posterior.weights[name].double() - posterior.means[name]
-        pull = precision * (distance + step[name] if name in step else distance)
-        push = posterior.likelihood_scale * gradient[name].double()
-        slope[name] = pull - push
-        squares += torch.stack([(term.square() / precision).sum().cpu() for term in (slope[name], pull, push)])
-    whole, pull_size, push_size = squares.sqrt().tolist()
-    terms = pull_size + push_size
-    return slope, whole / terms if terms > 0 else 0.0
+    found = posterior.first_order()
+    solved = posterior.solve(found.slope)
+    return 0.5 * sum(float((slope * solved[name]).sum()) for name, slope in found.slope.items()), found.residual
 
 
 def _mode(la: Laplace, posterior: Posterior, mode: Mode) -> ModeDiagnosis:
-    residual = _slope(posterior, mode.step, mode.gradient)[1]
+    residual = posterior.first_order(mode.step, mode.gradient).residual
     distance = _distance(posterior, mode, tuple(posterior.sizes))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # the diagnosis says it

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -48,6 +50,16 @@ class IndefiniteWarning(UserWarning):
 
 class TuningWarning(UserWarning):
     """A tuned value is not an interior optimum of the evidence."""
+
+
+def warn(message: str, category: type[UserWarning]) -> None:
+    """Warn at the line that called Lapwing, however deep inside of it the news arose."""
+    frame, depth, level = sys._getframe(1), 2, 2
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+            level = depth + 1
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def choose(value: str, options: Iterable[str], what: str) -> str:

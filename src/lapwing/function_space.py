@@ -10,31 +10,31 @@ above the prior's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lapwing import likelihoods, priors
-from lapwing.batches import ReadOutput, Unpack, asked, check_targets, peek
+from lapwing.batches import ReadOutput, Unpack, asked, peek
 from lapwing.errors import InputError, NotFittedError, positive
 from lapwing.fitted import Looks
 from lapwing.guard import borrowed, random_state_kept
 from lapwing.kernel import Features, Kernel, read_features
-from lapwing.likelihoods import Likelihood, Statistics
-from lapwing.likelihoods.base import GaussianOutputs
-from lapwing.predictive.linearized import Latent
+from lapwing.likelihoods import Likelihood
+from lapwing.points import Points
+from lapwing.predictive.linearized import Latent, kept_covariance
 from lapwing.predictive.prediction import Prediction
 from lapwing.priors import GaussianPrior, Prior
 from lapwing.subnetwork import Subnetwork
-from lapwing.subset import Chunk, choose_subset
+from lapwing.subset import choose_subset
 from lapwing.tape import Tape
 from lapwing.weights import LAST_LAYER, Weights, last_layer, select, unwrap
 
-_FULL_COVARIANCE = 64  # outputs up to which a prediction keeps the covariance between them
 _LARGEST = 2**33  # bytes of the matrix between the outputs of all points
 
 
@@ -93,7 +93,7 @@ class FunctionSpace:
         select(self.model, self.weights)
         self.unpack, self.output, self.progress = unpack, output, progress
         self.memory_budget, self.max_columns = memory_budget, max_columns
-        self._points: _Points | None = None
+        self._points: Points | None = None
 
     def fit(self, loader: Iterable[Any], generator: torch.Generator | None = None) -> FunctionSpace:
         """Choose the subset in one pass over the data and compute its kernel; returns `self`.
@@ -113,24 +113,24 @@ class FunctionSpace:
         tape = Tape(self.model, chosen, self.output, self.memory_budget)
         device = next(iter(chosen.values())).device
         chunks, seen = choose_subset(loader, self.subset, device, self.unpack, generator, self.progress)
-        points = _Points(tape, chunks, seen, Looks.of(self.model))
+        points = Points(tape, chunks, seen, Looks.of(self.model))
         with self._borrow(points):
             points.keep(self)
             self._condition(points)
         self._points = points
         return self
 
-    def _borrow(self, points: _Points) -> AbstractContextManager[None]:
+    def _borrow(self, points: Points) -> AbstractContextManager[None]:
         return borrowed(self.model, points.tape.parameters)
 
-    def _kernel(self, points: _Points) -> Kernel:
+    def _kernel(self, points: Points) -> Kernel:
         tape = points.tape
         assert tape.layers is not None
         like = next(iter(tape.parameters.values())).detach()
         precisions = self.prior.precisions({name: parameter.shape for name, parameter in tape.parameters.items()})
         return Kernel.of(tape.layers, precisions, self.independent, tape.budget, like)
 
-    def _condition(self, points: _Points) -> None:
+    def _condition(self, points: Points) -> None:
         part = next(points.parts(self))
         width = points.count * (1 if self.independent else part.root.shape[2])
         size = 8 * width**2 * (part.root.shape[1] if self.independent else 1)
@@ -173,11 +173,11 @@ class FunctionSpace:
 
         `[N, C]` and `[N, C, C]`; with `joint` `[N·C, N·C]` over all inputs; with `diagonal` `[N, C]`.
         """
-        return self._latent(x, joint, diagonal, given=True)
+        return self._latent(x, joint, 0 if diagonal else sys.maxsize, given=True)
 
     def prior_latent(self, x: Any, joint: bool = False, diagonal: bool = False) -> Latent:
         """The same without the data: the network's outputs as mean, and the kernel as covariance."""
-        return self._latent(x, joint, diagonal, given=False)
+        return self._latent(x, joint, 0 if diagonal else sys.maxsize, given=False)
 
     def kernel(self, x: Any, z: Any = None) -> Tensor:
         """`J(x) Π⁻¹ J(z)ᵀ` between all outputs at two sets of inputs (`z` default `x`): `[N·C, M·C]`, float64."""
@@ -205,24 +205,19 @@ class FunctionSpace:
         """
         if samples < 1:
             raise InputError(f"predict(samples=...) needs at least 1, got {samples}.")
-        found = self._latent(x, False, None, given=True)
-        if found.diagonal:
-            latents = GaussianOutputs(found.mean, found.covariance, None)
-        else:
-            variance = found.covariance.diagonal(dim1=1, dim2=2).reshape(found.mean.shape)
-            latents = GaussianOutputs(found.mean, variance, found.covariance)
-        noise = torch.tensor(self.noise, dtype=torch.float64, device=found.mean.device)
-        return self.likelihood.predict_gaussian(latents, noise, link, samples, generator)
+        outputs = self._latent(x, False, kept_covariance(link), given=True).outputs()
+        noise = torch.tensor(self.noise, dtype=torch.float64, device=outputs.mean.device)
+        return self.likelihood.predict_gaussian(outputs, noise, link, samples, generator)
 
-    def _latent(self, x: Any, joint: bool, diagonal: bool | None, given: bool) -> Latent:
-        if joint and diagonal:
+    def _latent(self, x: Any, joint: bool, keep: int, given: bool) -> Latent:
+        """Where an example has more than `keep` outputs, only their variances."""
+        if joint and keep == 0:
             raise InputError("latent: joint=True and diagonal=True exclude each other.")
         points = self._fitted()
         kernel = self._kernel(points)
         with random_state_kept(), self._borrow(points):
             asked_for = self._features(points, x)
-            if diagonal is None:
-                diagonal = asked_for[0].count > _FULL_COVARIANCE
+            diagonal = asked_for[0].count > keep
             means = torch.cat([features.outputs for features in asked_for])
             if joint:
                 covariance = self._joint(kernel, points if given else None, asked_for)
@@ -231,9 +226,9 @@ class FunctionSpace:
                     self._marginal(kernel, points if given else None, features, diagonal) for features in asked_for
                 ])  # fmt: skip
         covariance = covariance.reshape(means.shape) if diagonal else covariance
-        return Latent(means, covariance.to(means.dtype), bool(diagonal))
+        return Latent(means, covariance.to(means.dtype), diagonal)
 
-    def _marginal(self, kernel: Kernel, points: _Points | None, features: Features, diagonal: bool) -> Tensor:
+    def _marginal(self, kernel: Kernel, points: Points | None, features: Features, diagonal: bool) -> Tensor:
         total = kernel.variance(features, diagonal)
         if points is None:
             return total
@@ -244,7 +239,7 @@ class FunctionSpace:
         rows = known.unflatten(1, total.shape[:2])  # [B, n, D]
         return total - (rows.square().sum(0) if diagonal else torch.einsum("bnd,bne->nde", rows, rows))
 
-    def _joint(self, kernel: Kernel, points: _Points | None, asked_for: list[Features]) -> Tensor:
+    def _joint(self, kernel: Kernel, points: Points | None, asked_for: list[Features]) -> Tensor:
         blocks = [[kernel.between(one, two) for two in asked_for] for one in asked_for]
         if not self.independent:
             total = _blocks(blocks)
@@ -259,7 +254,7 @@ class FunctionSpace:
         outputs, examples = total.shape[:2]
         return torch.diag_embed(total.permute(1, 2, 0)).transpose(1, 2).reshape((examples * outputs,) * 2)
 
-    def _features(self, points: _Points, x: Any) -> list[Features]:
+    def _features(self, points: Points, x: Any) -> list[Features]:
         inputs = asked(x, next(iter(points.tape.parameters.values())).device)
         return read_features(points.tape, inputs, self.max_columns, inputs.requires_grad())
 
@@ -289,7 +284,7 @@ class FunctionSpace:
         inverse = torch.linalg.solve_triangular(root, torch.eye(len(root)).to(root), upper=False)
         return len(root) - float(inverse.square().sum())
 
-    def _exact(self, what: str) -> _Points:
+    def _exact(self, what: str) -> Points:
         points = self._fitted()
         if self.independent or points.count < points.seen:
             raise InputError(
@@ -298,7 +293,7 @@ class FunctionSpace:
             )
         return points
 
-    def _fitted(self) -> _Points:
+    def _fitted(self) -> Points:
         if self._points is None:
             raise NotFittedError("There is no posterior yet: call fit(loader) first.")
         self._points.looks.check(self.model)
@@ -307,103 +302,6 @@ class FunctionSpace:
     def __repr__(self) -> str:
         size = "not fitted" if self._points is None else f"{self._points.count} of {self._points.seen} examples"
         return f"FunctionSpace({self.likelihood.name}, {size}, prior={self.prior!r}, temperature={self.temperature:g})"
-
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """Features of some points, and their `S: [n, D, r]`, or `√diag Λ: [n, D]` where outputs are independent."""
-
-    features: Features
-    root: Tensor
-
-
-@dataclass
-class _Points:
-    """The points that the process is conditioned on; `seen` is how many there were, `cholesky` of `I + s Sᵀ K S`."""
-
-    tape: Tape
-    chunks: list[Chunk]
-    seen: int
-    looks: Looks
-    statistics: Statistics = field(default_factory=Statistics)
-    held: list[_Part] | None = None
-    cholesky: Tensor | None = None
-
-    @property
-    def count(self) -> int:
-        return sum(len(chunk.targets) for chunk in self.chunks)
-
-    def parts(self, space: FunctionSpace) -> Iterator[_Part]:
-        """Those kept, or else made anew. The model must be borrowed."""
-        if self.held is not None:
-            yield from self.held
-            return
-        for chunk in self.chunks:
-            start = 0
-            for features in read_features(self.tape, chunk.inputs, space.max_columns):
-                targets = chunk.targets[start : start + len(features.outputs)]
-                check_targets(chunk.where, features.outputs, targets)
-                space.likelihood.check(features.outputs, targets, chunk.where)
-                yield _Part(features, _root(space, features.outputs, targets))
-                start += len(targets)
-            if start != len(chunk.targets):
-                raise InputError(f"{chunk.where}: {len(chunk.targets)} targets for {start} outputs.")
-
-    def keep(self, space: FunctionSpace) -> None:
-        """Hold the features if they fit into half of the budget; sum up what the data say at the network."""
-        held: list[_Part] | None = []
-        statistics, start = Statistics(), 0
-        targets = torch.cat([chunk.targets for chunk in self.chunks])
-        for part in self.parts(space):
-            outputs = part.features.outputs
-            statistics += space.likelihood.statistics(outputs, targets[start : start + len(outputs)])
-            start += len(outputs)
-            if held is not None:
-                held.append(part)
-                held = held if sum(one.features.bytes for one in held) <= space.memory_budget // 2 else None
-        self.held, self.statistics = held, statistics
-
-    def condition(self, space: FunctionSpace, kernel: Kernel) -> None:
-        """Factor `B = I + s Sᵀ K S`: `[B, B]`, or `[D, M, M]` where outputs are independent."""
-        rows: list[list[Tensor]] = []
-        for i, one in enumerate(self.parts(space)):
-            row = []
-            for j, two in enumerate(self.parts(space)):
-                row.append(rows[j][i].mT if j < i else space.scale * _both(one, two, kernel))
-            rows.append(row)
-        matrix = torch.cat([torch.cat(row, dim=-1) for row in rows], dim=-2)
-        self.cholesky = torch.linalg.cholesky(matrix + torch.eye(matrix.shape[-1]).to(matrix))
-
-    def whitened(self, space: FunctionSpace, kernel: Kernel, features: Features) -> Tensor:
-        """`√s B^{-1/2} Sᵀ K_M*`: `[B, n·D]`, or `[D, M, n]` where outputs are independent."""
-        assert self.cholesky is not None
-        pieces = []
-        for part in self.parts(space):
-            block = kernel.between(part.features, features)
-            if kernel.independent:
-                pieces.append(part.root.T.unsqueeze(2) * block)
-            else:
-                pieces.append(torch.einsum("ndr,ndme->nrme", part.root, block).flatten(2).flatten(0, 1))
-        known = space.scale**0.5 * torch.cat(pieces, dim=-2)
-        found: Tensor = torch.linalg.solve_triangular(self.cholesky, known, upper=False)
-        return found
-
-
-def _both(one: _Part, two: _Part, kernel: Kernel) -> Tensor:
-    """`S_iᵀ K_ij S_j`: `[n·r, m·q]`, or `[D, n, m]` where outputs are independent."""
-    block = kernel.between(one.features, two.features)
-    if kernel.independent:
-        return one.root.T.unsqueeze(2) * block * two.root.T.unsqueeze(1)
-    whole: Tensor = torch.einsum("ndr,ndme,meq->nrmq", one.root, block, two.root)
-    return whole.flatten(2).flatten(0, 1)
-
-
-def _root(space: FunctionSpace, outputs: Tensor, targets: Tensor) -> Tensor:
-    if space.independent:
-        return space.likelihood.hessian_diagonal(outputs, targets).flatten(1).double().sqrt()
-    columns = space.likelihood.hessian_columns(outputs, targets)
-    every: Tensor = columns.part(0, columns.count).reshape(columns.count, len(outputs), -1)
-    return every.permute(1, 2, 0).double()
 
 
 def _blocks(blocks: list[list[Tensor]]) -> Tensor:

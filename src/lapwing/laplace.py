@@ -22,13 +22,11 @@ from lapwing.errors import InputError, NotFittedError, choose, positive
 from lapwing.fitted import Fitted
 from lapwing.guard import borrowed, random_state_kept, twice_differentiable
 from lapwing.likelihoods import Likelihood
-from lapwing.likelihoods.base import GaussianOutputs
 from lapwing.linear_model import linear_model
 from lapwing.mode import Mode, find_mode
 from lapwing.posterior import CENTERS, TEMPERED, Posterior
 from lapwing.predictive.joint import JointPrediction, JointSamples
-from lapwing.predictive.linearized import Latent, latent
-from lapwing.predictive.links import needs_covariances
+from lapwing.predictive.linearized import Latent, kept_covariance, latent
 from lapwing.predictive.prediction import Prediction
 from lapwing.predictive.pushed import pushed_outputs
 from lapwing.predictive.sampled import sampled_outputs
@@ -40,7 +38,6 @@ from lapwing.tape import Tape
 from lapwing.tuning import Groups, Tuning, tune
 from lapwing.weights import LAST_LAYER, Weights, last_layer, select, unwrap
 
-_FULL_COVARIANCE = 64  # outputs up to which a prediction keeps the covariance between them
 _CROSS = 64  # examples at once, at least, of the larger of two batches whose covariance is wanted
 
 
@@ -350,7 +347,8 @@ class Laplace:
         `θ* = argmin Σ_n ℓ(f(x_n) + J_n(θ − θ̃), y_n) + ½‖θ − μ₀‖²_Π`, a convex problem: one Jacobian-vector and one
         vector-Jacobian product a step, no Jacobian, for any likelihood. It starts from the mode that was found last,
         if there is one. Afterwards `center="linear"` serves evidence, samples and predictions; θ* stays where it was
-        found when prior, noise or temperature move on, until it is found anew.
+        found when prior, noise or temperature move on, until it is found anew; a `ConvergenceWarning` tells where it
+        is far from theirs.
 
         Args:
             loader: the data of the fit. It is read again and again, always in the same order.
@@ -451,12 +449,7 @@ class Laplace:
             found = self._latent(x, True, sys.maxsize, center)
             prediction = JointPrediction(found.mean, found.covariance, self.likelihood, noise, link, count, generator)
             return prediction if link is None else prediction.checked()
-        found = self._latent(x, False, sys.maxsize if needs_covariances(link) else _FULL_COVARIANCE, center)
-        if found.diagonal:
-            latents = GaussianOutputs(found.mean, found.covariance, None)
-        else:
-            variance = found.covariance.diagonal(dim1=1, dim2=2).reshape(found.mean.shape)
-            latents = GaussianOutputs(found.mean, variance, found.covariance)
+        latents = self._latent(x, False, kept_covariance(link), center).outputs()
         return self.likelihood.predict_gaussian(latents, noise, link, count, generator)
 
     def _drawn_outputs(

@@ -6,7 +6,6 @@ product with a vector in output space. The Jacobian is never formed; outputs of 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lapwing.batches import Inputs, Unpack, check_targets, read
-from lapwing.errors import DataWarning, InputError
+from lapwing.errors import DataWarning, InputError, warn
 from lapwing.guard import random_state_kept, twice_differentiable
 from lapwing.jvp import Linearized, settle
 from lapwing.likelihoods import Likelihood, Statistics
@@ -141,9 +140,8 @@ def _check_data(model: LinearModel, fitted: Statistics, what: str) -> None:
     pairs = zip(model.outputs, model.targets, strict=True)
     found = sum(model.likelihood.statistics(outputs, targets).log_likelihood for outputs, targets in pairs)
     if abs(found - fitted.log_likelihood) > 1e-2 * (abs(fitted.log_likelihood) + fitted.examples):
-        warnings.warn(
+        warn(
             f"The log-likelihood of the network on the data of {what} is {found:.4g}, on those of the fit it was "
             f"{fitted.log_likelihood:.4g}: they are other data, or augmented otherwise. Pass the loader of the fit.",
             DataWarning,
-            stacklevel=6,
         )

@@ -45,7 +45,7 @@ class Mixture:
         count = len(self.members)
         if isinstance(weights, str):
             choose(weights, ("evidence",), "weights of a Mixture")
-            check_comparable(self._named(), caller=4)
+            check_comparable(self._named())
             return log_evidences(self.members).softmax(0)
         if weights is None:
             return torch.full((count,), 1 / count, dtype=torch.float64)

@@ -10,7 +10,6 @@ weights whose prior precision does.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lapwing import lbfgs
-from lapwing.errors import ConvergenceWarning, InputError
+from lapwing.errors import ConvergenceWarning, InputError, warn
 from lapwing.flat import Flat
 from lapwing.likelihoods import Statistics
 from lapwing.linear_model import LinearModel
@@ -108,12 +107,11 @@ def find_mode(
         point, gradient = ahead, after
         losses.append(point.loss)
     if gradient.residual > tolerance:
-        warnings.warn(
+        warn(
             f"The linear model's mode did not converge in {len(losses) - 1} steps: the first-order condition is "
             f"violated by {gradient.residual:.2g} of its terms (tolerance {tolerance:.2g}). Raise max_steps or "
             "tolerance, take a stronger prior or a structure closer to 'full', or use a network in float64.",
             ConvergenceWarning,
-            stacklevel=3,
         )
     statistics = sum(
         (model.likelihood.statistics(h, y) for h, y in zip(point.outputs, model.targets, strict=True)), Statistics()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from lapwing.basis import Basis
 from lapwing.curvature import Block
-from lapwing.errors import ConvergenceWarning, InputError, NotFittedError
+from lapwing.errors import ConvergenceWarning, InputError, NotFittedError, warn
 from lapwing.priors import FactoredDamping, GaussianPrior, Prior
 from lapwing.spectrum import Spectrum
 
@@ -39,6 +38,17 @@ class BlockPosterior:
     def scale(self) -> Tensor:
         """`D = 1/(T s/σ² + λ)`."""
         return 1 / self.precisions
+
+
+@dataclass(frozen=True)
+class FirstOrder:
+    """`slope` is `Π(θ − μ₀) − T∇/σ²` by parameter name, float64, and `residual` its size relative to that of its two
+
+    terms, in the norm of Π⁻¹: 0 at a mode, at most 1.
+    """
+
+    slope: dict[str, Tensor]
+    residual: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +214,7 @@ class Posterior:
             return {name: torch.zeros_like(self.weights[name], dtype=torch.float64) for name in self.sizes}
         if self.center == "linear":
             return self.linear_mode.step
-        return {name: -moved for name, moved in self.solve(self._slope()).items()}
+        return {name: -moved for name, moved in self.solve(self.first_order().slope).items()}
 
     @cached_property
     def linear_mode(self) -> Mode:
@@ -214,27 +224,14 @@ class Posterior:
         """
         if self.mode is None:
             raise NotFittedError("center='linear' needs the linear model's own mode: call la.find_mode(loader) first.")
-        with torch.no_grad():
-            residual = self._residual(self.mode)
+        residual = self.first_order(self.mode.step, self.mode.gradient).residual
         if residual > max(_STALE, 2 * self.mode.residual):
-            warnings.warn(
+            warn(
                 "The linear model's mode was found under another prior, noise or temperature: here its first-order "
                 f"condition is violated by {residual:.2g} of its terms. Call la.find_mode(loader) again.",
                 ConvergenceWarning,
-                stacklevel=3,
             )
         return self.mode
-
-    def _residual(self, mode: Mode) -> float:
-        """`Mode.residual` under these hyperparameters; no data needed."""
-        sums = torch.zeros(3, dtype=torch.float64)
-        for name in self.sizes:
-            precision = self.prior_scale * self.precisions[name]
-            prior = precision * (self.weights[name].double() + mode.step[name] - self.means[name])
-            data = self.likelihood_scale * mode.gradient[name]
-            sums += torch.stack([(term.square() / precision).sum().cpu() for term in (prior - data, prior, data)])
-        total, *terms = sums.sqrt().tolist()
-        return total / sum(terms) if sum(terms) > 0 else 0.0
 
     def solve(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """`P⁻¹ v` by parameter name, float64, held fixed when differentiating."""
@@ -246,20 +243,23 @@ class Posterior:
                 found |= block.block.unpack(basis.expand(block.scale * basis.reduce(block.block.pack(values))))
         return found
 
-    def _slope(self) -> dict[str, Tensor]:
-        """Gradient of the negative log posterior at θ̃."""
-        return self._descent(
-            self.spectrum.curvature.gradient, {name: self.weights[name].double() for name in self.sizes}
-        )
-
-    def _descent(self, gradient: dict[str, Tensor], point: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`Π(θ − μ₀) − T∇/σ²` at a point where the log-likelihood has this gradient."""
+    def first_order(
+        self, step: dict[str, Tensor] | None = None, gradient: dict[str, Tensor] | None = None
+    ) -> FirstOrder:
+        """The first-order condition at `θ̃ + step`, where the log-likelihood has this `gradient`; default at θ̃."""
+        gradient = self.spectrum.curvature.gradient if gradient is None else gradient
+        slope: dict[str, Tensor] = {}
+        squares = torch.zeros(3, dtype=torch.float64)
         with torch.no_grad():
-            return {
-                name: self.prior_scale * self.precisions[name] * (value - self.means[name])
-                - self.likelihood_scale * gradient[name].double()
-                for name, value in point.items()
-            }
+            for name in self.sizes:
+                precision = self.prior_scale * self.precisions[name]
+                distance = self.weights[name].double() - self.means[name]
+                prior = precision * (distance if step is None else distance + step[name])
+                data = self.likelihood_scale * gradient[name].double()
+                slope[name] = prior - data
+                squares += torch.stack([(term.square() / precision).sum().cpu() for term in (slope[name], prior, data)])
+        whole, *terms = squares.sqrt().tolist()
+        return FirstOrder(slope, whole / sum(terms) if sum(terms) > 0 else 0.0)
 
     @cached_property
     def slope(self) -> dict[str, Tensor]:
@@ -268,11 +268,10 @@ class Posterior:
         That of the network; at the linear model's mode its own (0 unless the prior moved on); at the Newton center 0.
         """
         if self.center == "network":
-            return self._slope()
+            return self.first_order().slope
         if self.center == "newton":
             return {name: torch.zeros_like(step) for name, step in self.step.items()}
-        point = {name: self.weights[name].double() + step for name, step in self.step.items()}
-        return self._descent(self.linear_mode.gradient, point)
+        return self.first_order(self.step, self.linear_mode.gradient).slope
 
     def step_curvature(self, step: dict[str, Tensor] | None = None) -> Tensor:
         """`δᵀ H δ` of the step to the center, or of another by parameter name; 0-d."""

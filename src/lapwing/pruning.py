@@ -10,7 +10,6 @@ negative. (Where the prior is tempered as well, its normalizers are, too.)
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing.batches import check_targets, read, read_output
-from lapwing.errors import InputError, PruningWarning, choose
+from lapwing.errors import InputError, PruningWarning, choose, warn
 from lapwing.examples import few_examples
 from lapwing.laplace import Laplace
 from lapwing.progress import bar
@@ -204,11 +203,10 @@ def prune(
     masks = groups.masks(_all_but(gone, groups.count))
     _warn_of_empty_layers(masks, ranking)
     if sparsity and not gone.numel():
-        warnings.warn(
+        warn(
             f"Nothing is removed: the first unit to go is more than {sparsity:.3g} of the "
             f"{int(groups.sizes().sum())} elements that can be pruned. Prune more, or smaller units.",
             PruningWarning,
-            stacklevel=2,
         )
     threshold, expected = float(score[gone].max()) if gone.numel() else 0.0, joint_loss(la, masks)
     return Pruning(la, masks, units, threshold, expected, expected - float(gains[gone].sum()))
@@ -291,8 +289,7 @@ def _warn_of_empty_layers(masks: dict[str, Tensor], ranking: str) -> None:
     empty = [name for name, mask in masks.items() if not bool(mask.any())]
     if empty:
         fix = " or take ranking='layer'" if ranking == "global" else ""
-        warnings.warn(
+        warn(
             f"Nothing is left of {', '.join(map(repr, empty))}. Prune less{fix}, or leave it out with only=...",
             PruningWarning,
-            stacklevel=3,
         )

@@ -7,7 +7,6 @@ With `w_p ~ N(0, Π⁻¹)` and standard normal ε, the minimizer of `½ s Σ_n �
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from lapwing import priors
 from lapwing.batches import ReadOutput, Unpack, asked
 from lapwing.conjugate_gradients import Precision, Product, Solution, solve
-from lapwing.errors import ConvergenceWarning, InputError, choose, positive
+from lapwing.errors import ConvergenceWarning, InputError, choose, positive, warn
 from lapwing.fitted import Looks
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood
@@ -197,13 +196,12 @@ class DrawnPosterior:
 
     def _warn(self, found: Solution, what: str) -> None:
         if not found.converged:
-            warnings.warn(
+            warn(
                 f"Conjugate gradients for {what} did not converge in {found.products} products with the GGN: they "
                 f"may be off by {float(found.errors.max()):.2g} of their size, above the tolerance of "
                 f"{self.search.tolerance:.2g}. Raise max_products or tolerance, take a stronger prior, or pass "
                 "preconditioner=Laplace(...).fit(loader).",
                 ConvergenceWarning,
-                stacklevel=4,
             )
 
     def _precision(self) -> Precision:

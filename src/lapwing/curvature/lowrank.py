@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -14,7 +13,7 @@ from lapwing.batches import Unpack
 from lapwing.curvature.accumulator import Decomposition
 from lapwing.curvature.blocks import Block
 from lapwing.eigenpairs import top_eigenpairs
-from lapwing.errors import ConvergenceWarning, InputError
+from lapwing.errors import ConvergenceWarning, InputError, warn
 from lapwing.gradients import Gradients
 from lapwing.gradients import Inputs as LayerInputs
 from lapwing.likelihoods import Likelihood
@@ -150,12 +149,11 @@ def fill(
         raise InputError("The Bayesian parameters changed during the fit.")
     found = top_eigenpairs(operator, empty.values.numel(), empty.vectors.dtype, budget=budget)
     if not found.converged:
-        warnings.warn(
+        warn(
             f"The largest {empty.values.numel()} eigenpairs of the GGN did not converge in {found.passes} passes over "
             f"the data: H v differs from v θ by {found.residual:.2g} of the largest eigenvalue. Their span is good, "
             "the smallest of them may be too small; choose a lower rank to settle them.",
             ConvergenceWarning,
-            stacklevel=4,
         )
     vectors = block.pack(operator.unpack(found.vectors.T)).T.contiguous()
     return replace(block, accumulator=replace(empty, vectors=vectors, values=found.values.to(vectors.device)))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lapwing.errors import IndefiniteWarning, choose
+from lapwing.errors import IndefiniteWarning, choose, warn
 from lapwing.likelihoods import pairs
 
 
@@ -35,11 +34,10 @@ class MeanVariance(pairs.PairLikelihood):
 
     def __post_init__(self) -> None:
         choose(self.head, pairs.HEADS, "head")
-        warnings.warn(
+        warn(
             "MeanVariance: the Hessian of its negative log-likelihood is indefinite; the Fisher information takes its "
             "place. Use Heteroscedastic, whose natural parameters have a positive semi-definite one.",
             IndefiniteWarning,
-            stacklevel=3,
         )
 
     def moments(self, outputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ The Jacobian is never formed: `J P⁻¹ Jᵀ` is contracted from `(a, g)` layer 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,10 +20,14 @@ from lapwing.curvature.blocks import deliver
 from lapwing.errors import InputError
 from lapwing.gradients import Gradients, Rows
 from lapwing.head import head_inputs
+from lapwing.likelihoods.base import GaussianOutputs
 from lapwing.posterior import BlockPosterior, Posterior
+from lapwing.predictive.links import needs_covariances
 from lapwing.predictive.lowrank import Coordinates
 from lapwing.reflectors import LowRankBasis
 from lapwing.tape import MixedExamplesError, Record, Tape, agree
+
+_FULL_COVARIANCE = 64
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,18 @@ class Latent:
 
     def __iter__(self):  # type: ignore[no-untyped-def]
         return iter((self.mean, self.covariance))
+
+    def outputs(self) -> GaussianOutputs:
+        """As a likelihood integrates over them; of a covariance that is not joint."""
+        if self.diagonal:
+            return GaussianOutputs(self.mean, self.covariance, None)
+        variance = self.covariance.diagonal(dim1=1, dim2=2).reshape(self.mean.shape)
+        return GaussianOutputs(self.mean, variance, self.covariance)
+
+
+def kept_covariance(link: str | None) -> int:
+    """Outputs up to which a prediction through this link keeps the covariance between them."""
+    return sys.maxsize if needs_covariances(link) else _FULL_COVARIANCE
 
 
 def latent(tape: Tape, posterior: Posterior, inputs: Inputs, joint: bool, keep: int, max_columns: int) -> Latent:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lapwing import randomness
 from lapwing.batches import Unpack, unpack
-from lapwing.errors import InputError, TuningWarning
+from lapwing.errors import InputError, TuningWarning, warn
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood
 from lapwing.priors import GaussianPrior, Prior
@@ -172,7 +172,7 @@ class EvidenceInTheLoop:
         ]
         messages += [] if tuning.noise is None else _run_off("The noise variance", tuning.noise)
         for message in messages:
-            warnings.warn(f"Epoch {epoch}: {message}", TuningWarning, stacklevel=2)
+            warn(f"Epoch {epoch}: {message}", TuningWarning)
         la = la.at(prior=_hold_prior(la.prior), noise=None if tuning.noise is None else _hold(la._noise))
         value = float(la.log_evidence())
         if not math.isfinite(value):

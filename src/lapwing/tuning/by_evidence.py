@@ -8,7 +8,6 @@ prior is tempered as well, they are `λ_g ‖θ*_g − μ₀‖² = p_g − Σ_i
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lapwing import lbfgs
-from lapwing.errors import InputError, TuningWarning
+from lapwing.errors import InputError, TuningWarning, warn
 from lapwing.priors import GaussianPrior
 from lapwing.tuning.groups import Group
 from lapwing.tuning.result import Tuning
@@ -52,7 +51,7 @@ def tune_by_evidence(
             f"{residual:.2g} (tolerance {tolerance:.2g}). Raise max_steps or tolerance."
         )
     for message in messages:
-        warnings.warn(message, TuningWarning, stacklevel=4)
+        warn(message, TuningWarning)
     tuned = space.at(point)
     shown = {
         label: float(value) if value.dim() == 0 else value.clone() for label, value in space.precisions(point).items()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lapwing import lbfgs
-from lapwing.errors import ConvergenceWarning, InputError, TuningWarning
+from lapwing.errors import ConvergenceWarning, InputError, TuningWarning, warn
 from lapwing.linear_model import LinearModel, linear_model
 from lapwing.mode import Mode, find_mode
 from lapwing.progress import bar
@@ -97,7 +97,7 @@ def tune_by_linear_evidence(
             f"violated by {stop.residual:.2g} (tolerance {tolerance:.2g}). {fix} or tolerance."
         )
     for message in messages:
-        warnings.warn(message, TuningWarning, stacklevel=4)
+        warn(message, TuningWarning)
     last, converged = stop.round(), stop.residual <= tolerance and stop.mode.residual <= mode_tolerance
     return stop.la, Tuning(
         "linear-evidence", start, stop.value, converged, len(rounds) - 1, stop.residual, last.precisions, last.noise,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lapwing.batches import unpack
-from lapwing.errors import InputError, TuningWarning, choose
+from lapwing.errors import InputError, TuningWarning, choose, warn
 from lapwing.predictive.prediction import BinaryPrediction, ClassPrediction, Prediction
 from lapwing.progress import bar
 from lapwing.tuning.result import Tuning
@@ -88,7 +87,7 @@ def tune_by_validation(
             "beyond. Give others with candidates=[...]."
         )
     for message in messages:
-        warnings.warn(message, TuningWarning, stacklevel=3)
+        warn(message, TuningWarning)
     return la.at(**best), Tuning(
         "validation", start, value, True, len(results), candidates=results, warnings=tuple(messages)
     )
