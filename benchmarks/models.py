@@ -80,15 +80,16 @@ class ShortcutBlock(nn.Module):
         return functional.relu(out + x)
 
 
-class ResNet20(nn.Module):
-    """The network for CIFAR of He et al.: three stages of 16, 32 and 64 channels, three blocks each."""
+class CifarResNet(nn.Module):
+    """That of He et al. for CIFAR: stages of 16, 32 and 64 channels, `blocks` each (ResNet-20: 3, 32: 5, 56: 9)."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 3) -> None:
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16)
-        self.layer1 = nn.Sequential(*(ShortcutBlock(16, 16, 1) for _ in range(3)))
-        self.layer2 = nn.Sequential(ShortcutBlock(16, 32, 2), ShortcutBlock(32, 32, 1), ShortcutBlock(32, 32, 1))
-        self.layer3 = nn.Sequential(ShortcutBlock(32, 64, 2), ShortcutBlock(64, 64, 1), ShortcutBlock(64, 64, 1))
+        self.layer1, self.layer2, self.layer3 = (
+            nn.Sequential(ShortcutBlock(a, b, 1 if a == b else 2), *(ShortcutBlock(b, b, 1) for _ in range(blocks - 1)))
+            for a, b in ((16, 16), (16, 32), (32, 64))
+        )
         self.linear = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:

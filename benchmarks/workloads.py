@@ -62,8 +62,9 @@ class Problem:
         return sum(len(y) for _, y in self.batches)
 
 
-def resnet20_weights() -> dict[str, Tensor]:
-    path = data.folder().parent / "weights" / "resnet20_cifar10.safetensors"
+def cifar_resnet_weights(layers: int = 20) -> dict[str, Tensor]:
+    """Of the published network with 20, 32 or 56 layers."""
+    path = data.folder().parent / "weights" / f"resnet{layers}_cifar10.safetensors"
     if not path.is_file():
         raise data.MissingDataError(f"needs {path.name} in the folder `weights` beside that which LAPWING_DATA names")
     return {name.removeprefix("module."): value for name, value in load_file(path).items()}
@@ -97,7 +98,7 @@ MAIN: dict[str, Workload] = {
     ),
     "resnet20": Workload(
         "ResNet-20", "CIFAR-10, published weights (91.7 % on test images)",
-        models.ResNet20, data.cifar10, 128, 2, 128, weights=resnet20_weights,
+        models.CifarResNet, data.cifar10, 128, 2, 128, weights=cifar_resnet_weights,
     ),
     "wrn16-4": Workload(
         "WRN-16-4, 100 classes", "a subset of CIFAR-100, trained for 20 steps",

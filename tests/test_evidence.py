@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lapwing import FactoredDamping, Gaussian, GaussianPrior, Laplace, TuningWarning, priors
+from lapwing import FactoredDamping, Gaussian, GaussianPrior, InputError, Laplace, TuningWarning, priors
 from tests import networks, oracles
 
 STRUCTURES = ["diag", "kron", "ekfac", "block", "full", "lowrank"]
@@ -300,6 +300,23 @@ def test_validation_tunes_temperature_and_damping() -> None:
     assert la.prior == best["prior"]
     assert la.temperature == best["temperature"]
     assert len({score for _, score in la.tuning_.candidates}) == 4
+
+
+def test_validation_by_the_predictions_that_are_asked_for() -> None:
+    la = fitted("kron")
+    loader = [(networks.inputs("mlp", 9, seed=5), networks.targets("classification", 9, seed=5))]
+    la.tune_prior(
+        method="validation", loader=loader, candidates=[1.0, 3.0],
+        predict={"method": "sampled", "samples": 7, "generator": torch.Generator().manual_seed(3)},
+    )  # fmt: skip
+    assert la.tuning_ is not None
+    for option, score in la.tuning_.candidates:
+        prediction = la.at(**option).predict(
+            loader[0][0], method="sampled", samples=7, generator=torch.Generator().manual_seed(3)
+        )
+        assert score == pytest.approx(float(prediction.log_prob(loader[0][1]).mean()), rel=1e-12)
+    with pytest.raises(InputError, match="Did you mean 'samples'"):
+        la.tune_prior(method="validation", loader=loader, predict={"sample": 7})
 
 
 def test_perfect_fit_holds_the_noise() -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from benchmarks.models import ResNet20
+from benchmarks.models import CifarResNet
 from lapwing import Laplace
 from tests import oracles
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def network() -> nn.Module:
-    model = ResNet20()
+    model = CifarResNet()
     model.load_state_dict({name.removeprefix("module."): value for name, value in load_file(WEIGHTS).items()})
     return model
 

@@ -2,12 +2,12 @@
 
     make experiment NAME=heteroscedastic
 
-A hidden layer of 50 units, Adam with a learning rate that falls from 0.01 (0.03 for the large sets, in batches). Priors
-(one precision per layer) are learned by the evidence along the way. Of every split it keeps the mean test
-log-likelihood on the targets' own scale:
+A hidden layer of 50 units and one prior precision per layer, learned by the evidence: in turns with the weights (UCI
+sets), or along the way (screens); see `training.py`. Of every split it keeps the mean test log-likelihood on the
+targets' own scale:
 
-- "plain": the same network trained for as long under the prior that the others begin with, no Laplace;
-- "network": the one that was trained with the evidence, without its posterior;
+- "plain": the same network under a fixed precision of 1, no Laplace;
+- "network": the one with learned precisions, without its posterior;
 - "known", "delta", "mc": the posterior predictives.
 
 Writes `results.json` after every split (what is there already is not run again) and `figure.svg`, prints the table.
@@ -21,7 +21,6 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,41 +28,38 @@ from pathlib import Path
 import matplotlib
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from experiments.data import Split, crispr, uci
-from lapwing import Heteroscedastic, TuningWarning, train_with_evidence
+from experiments.data import crispr, uci
+from experiments.heteroscedastic.training import LIKELIHOOD, along_the_way, in_turns
+from lapwing import TuningWarning
 from lapwing.plots.canvas import COLORS, house_style
 
 HERE = Path(__file__).parent
-WIDTH, FITS = 50, 60  # hidden units; fits of the evidence in a training
 LINKS = ("known", "delta", "mc")
+EPOCHS = 500  # of a screen
 
 
 @dataclass(frozen=True)
 class Problem:
-    """How many splits, the published test log-likelihood, and how long to train in which batches at which rate."""
+    """How many splits, the published test log-likelihood, and for UCI sets the precisions to begin with."""
 
     splits: int
-    epochs: int
     published: float
-    batch: int = 20_000
-    rate: float = 0.01
+    starts: tuple[float, ...] = ()
 
 
 PROBLEMS = {
-    "yacht": Problem(20, 3000, -1.12),
-    "boston": Problem(20, 3000, -2.50),
-    "energy": Problem(20, 3000, -1.20),
-    "concrete": Problem(20, 3000, -2.95),
-    "wine": Problem(20, 3000, -0.95),
-    "power": Problem(5, 150, -2.75, 256, 0.03),
-    "kin8nm": Problem(5, 150, 1.35, 256, 0.03),
-    "naval": Problem(5, 150, 6.51, 256, 0.03),
-    "flow_cytometry_HEK293": Problem(5, 500, -0.24),
-    "survival_screen_A375": Problem(5, 500, -0.42),
-    "survival_screen_HEK293": Problem(5, 500, -0.18),
+    "yacht": Problem(20, -1.12, (1, 10, 100)),
+    "boston": Problem(20, -2.50, (1, 10, 100)),
+    "energy": Problem(20, -1.20, (1, 10, 100)),
+    "concrete": Problem(20, -2.95, (1, 10, 100)),
+    "wine": Problem(20, -0.95, (1, 10, 100)),
+    "power": Problem(5, -2.75, (1, 10)),
+    "kin8nm": Problem(5, 1.35, (1, 10)),
+    "naval": Problem(5, 6.51, (1,)),
+    "flow_cytometry_HEK293": Problem(5, -0.24),
+    "survival_screen_A375": Problem(5, -0.42),
+    "survival_screen_HEK293": Problem(5, -0.18),
 }
 
 
@@ -73,7 +69,6 @@ class Run:
 
     problem: str
     split: int
-    epochs: int
     plain: float
     network: float
     known: float
@@ -81,79 +76,32 @@ class Run:
     mc: float
     train: float
     evidence: float
-    best_epoch: int
     seconds: float
 
 
-class Batches:
-    """Examples in an order of their own at every pass."""
-
-    def __init__(self, x: Tensor, y: Tensor, size: int) -> None:
-        self.x, self.y, self.size = x, y, size
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if self.size >= len(self.x):
-            yield self.x, self.y
-            return
-        for part in torch.randperm(len(self.x)).split(self.size):
-            yield self.x[part], self.y[part]
-
-
-def read(problem: str, split: int) -> Split:
-    return uci(problem, split, torch.float32) if "_" not in problem else crispr(problem, split)
-
-
-def network(inputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, WIDTH), nn.GELU(), nn.Linear(WIDTH, 2))
-
-
-def trained_plainly(batches: Batches, likelihood: Heteroscedastic, epochs: int, rate: float) -> nn.Module:
-    """Weight decay is that of precision 1."""
-    model = network(batches.x.shape[1])
-    optimizer = torch.optim.Adam(model.parameters(), rate, weight_decay=1 / len(batches.x))
-    scheduler = CosineAnnealingLR(optimizer, epochs)
-    for _ in range(epochs):
-        for x, y in batches:
-            optimizer.zero_grad()
-            (-likelihood.log_prob(model(x), y).mean()).backward()
-            optimizer.step()
-        scheduler.step()
-    return model
-
-
-def run(task: tuple[str, int, int]) -> Run:
-    problem, split, epochs = task
+def run(task: tuple[str, int]) -> Run:
+    problem, split = task
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", TuningWarning)
-    data, likelihood = read(problem, split), Heteroscedastic()
-    shift, every, rate = math.log(data.spread), max(epochs // FITS, 1), PROBLEMS[problem].rate
-    batches = Batches(data.x_train, data.y_train, PROBLEMS[problem].batch)
+    starts, start = PROBLEMS[problem].starts, time.process_time()
+    data = uci(problem, split) if starts else crispr(problem, split)
     torch.manual_seed(split)
-    plain = trained_plainly(batches, likelihood, epochs, rate)
-    torch.manual_seed(split)
-    model, start = network(data.x_train.shape[1]), time.process_time()
-    trained = train_with_evidence(
-        model, batches, likelihood, epochs, "kron", "layer", burn_in=2 * every, every=every, curvature="ggn",
-        optimizer=lambda parameters: torch.optim.Adam(parameters, rate),
-        scheduler=lambda optimizer: CosineAnnealingLR(optimizer, epochs), progress=False,
-    )  # fmt: skip
-    seconds = time.process_time() - start
-    assert trained.la is not None
-    assert trained.best_epoch is not None
-    generator = torch.Generator().manual_seed(split)
+    if starts:
+        trained = in_turns(data.x_train, data.y_train, starts)
+    else:
+        trained = along_the_way(data.x_train, data.y_train, EPOCHS)
+    shift, generator = math.log(data.spread), torch.Generator().manual_seed(split)
     with torch.no_grad():
         scores = {
-            name: float(likelihood.log_prob(one(data.x_test), data.y_test).mean()) - shift
-            for name, one in (("plain", plain), ("network", model))
+            name: float(LIKELIHOOD.log_prob(one(data.x_test), data.y_test).mean()) - shift
+            for name, one in (("plain", trained.plain), ("network", trained.la.model))
         }
-        train = float(likelihood.log_prob(model(data.x_train), data.y_train).mean()) - shift
+        train = float(LIKELIHOOD.log_prob(trained.la.model(data.x_train), data.y_train).mean()) - shift
     for link in LINKS:
         prediction = trained.la.predict(data.x_test, link=link, generator=generator)
         scores[link] = float(prediction.log_prob(data.y_test).double().mean()) - shift
-    evidence = float(trained.la.log_evidence()) / len(data.x_train) - shift
-    return Run(
-        problem, split, epochs, **scores, train=train, evidence=evidence, best_epoch=trained.best_epoch, seconds=seconds
-    )
+    seconds = time.process_time() - start
+    return Run(problem, split, **scores, train=train, evidence=trained.evidence - shift, seconds=seconds)
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
@@ -199,14 +147,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sets", nargs="*", default=list(PROBLEMS), help="none only draws the results that are there")
     parser.add_argument("--splits", type=int, help="fewer than the standard number")
-    parser.add_argument("--epochs", type=int, help="other than the set's own")
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
     options = parser.parse_args()
     results = HERE / "results.json"
     runs = [Run(**row) for row in json.loads(results.read_text())] if results.exists() else []
-    done = {(one.problem, one.split, one.epochs) for one in runs}
+    done = {(one.problem, one.split) for one in runs}
     tasks = [
-        (problem, split, options.epochs or PROBLEMS[problem].epochs)
+        (problem, split)
         for split in range(options.splits or max(one.splits for one in PROBLEMS.values()))
         for problem in options.sets  # the first split of every set, then the second: an early end has some of each
         if split < PROBLEMS[problem].splits

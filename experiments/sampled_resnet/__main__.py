@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.sampled_resnet.network import images, trained
+from experiments.cifar_resnet import images, trained
 from lapwing import DrawnPosterior, sample_by_optimization
 from lapwing.plots.canvas import COLORS, GRAY, house_style
 

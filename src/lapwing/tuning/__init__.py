@@ -29,9 +29,7 @@ def tune(
 ) -> tuple[Laplace, Tuning]:
     """Run the method of this name; what does not belong to it is an error, not ignored."""
     chosen = METHODS[choose(method, METHODS, "method")]
-    known = {*inspect.signature(chosen).parameters} - {"la", "groups", "loader", "predict"}
-    if method == "validation":
-        known |= {*inspect.signature(la.predict).parameters} - {"x", "method"}
+    known = {*inspect.signature(chosen).parameters} - {"la", "groups", "loader"}
     for name in options:
         choose(name, known, f"option of tune_prior(method={method!r})")
     if method == "validation":

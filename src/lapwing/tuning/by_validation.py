@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,14 +47,17 @@ def tune_by_validation(
     candidates: Sequence[Any] | None = None,
     temperatures: Sequence[float] | None = None,
     score: str | Score = "log",
-    **predict: Any,
+    predict: Mapping[str, Any] | None = None,
 ) -> tuple[Laplace, Tuning]:
     """Take the candidate (prior × temperature) with the best mean score on the loader.
 
     `candidates` are priors of any kind (default: 21 precisions from 1e-4 to 1e4), `score` is "log", "brier"
-    or `fn(prediction, targets) -> [N]`, higher is better; further options go to `predict`. Scores that are
-    NaN or infinite never win.
+    or `fn(prediction, targets) -> [N]`, higher is better; `predict` are options of `la.predict` by name, such as its
+    method. Scores that are NaN or infinite never win.
     """
+    given = dict(predict or {})
+    for name in given:
+        choose(name, {*inspect.signature(la.predict).parameters} - {"x", "joint"}, "option of predict")
     scorer = SCORES[choose(score, SCORES, "score")] if isinstance(score, str) else score
     priors = list(candidates) if candidates is not None else [10 ** (k / 2.5) for k in range(-10, 11)]
     options: list[dict[str, Any]] = [
@@ -64,12 +68,12 @@ def tune_by_validation(
     if not options:
         raise InputError("tune_prior(method='validation') needs at least one candidate.")
     batches = list(loader) if isinstance(loader, Iterator) else loader
-    seed: torch.Generator | None = predict.pop("generator", None)
+    seed: torch.Generator | None = given.pop("generator", None)
 
     def score_of(candidate: Laplace) -> float:
         if seed is not None:  # the same noise for every candidate
-            predict["generator"] = torch.Generator(seed.device).set_state(seed.get_state())
-        return _mean_score(candidate, batches, scorer, predict)
+            given["generator"] = torch.Generator(seed.device).set_state(seed.get_state())
+        return _mean_score(candidate, batches, scorer, given)
 
     start = score_of(la)
     results = [(option, score_of(la.at(**option))) for option in bar(options, "tune prior", la.progress)]

@@ -1,4 +1,4 @@
-"""ResNet-20 for CIFAR-10, its weights and its images."""
+"""Published residual networks for CIFAR-10, and images as they take them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.data import IMAGENET, MissingDataError, folder
-from benchmarks.models import ResNet20
-from benchmarks.workloads import resnet20_weights
+from benchmarks.models import CifarResNet
+from benchmarks.workloads import cifar_resnet_weights
 
 
-def trained() -> nn.Module:
-    """With the weights in `../weights` beside the folder that LAPWING_DATA names."""
-    model = ResNet20()
-    model.load_state_dict(resnet20_weights())
+def trained(layers: int = 20) -> nn.Module:
+    """Of 20, 32 or 56 layers, with the weights in `../weights` beside the folder that LAPWING_DATA names."""
+    model = CifarResNet((layers - 2) // 6)
+    model.load_state_dict(cifar_resnet_weights(layers))
     return model.eval()
 
 
