@@ -88,7 +88,7 @@ def test_sizes_of_sets() -> None:
     assert [x[0] for x, _ in curves(ax)[2:]] == pytest.approx([0.7, 0.9, 0.95])
     yes = BinaryPrediction.mixture(torch.randn(1, 50, generator=generator()))
     answers = torch.bernoulli(yes.probs, generator=generator(1))
-    two: Any = set_sizes({"": [ConformalSets.calibrated(yes, answers, 0.2)]}, yes, answers)
+    two: Any = set_sizes({"yes or no": [ConformalSets.calibrated(yes, answers, 0.2)]}, yes, answers)
     assert curves(two)[0][0][0] >= 0.8
     with pytest.raises(InputError, match="not of a RegressionPrediction"):
         set_sizes(rules, LINE, truth)

@@ -24,8 +24,8 @@ class ConformalSets:
         1 − α ≤ P(the set holds the right class) ≤ 1 − α + 1/(n + 1),
 
     the upper bound if scores have no ties, such as those of "aps" with its randomization. That is over calibration sets
-    and new inputs together, not for each input: what one calibration set achieves is `ranks.coverage_distribution(n,
-    α)`. With `by_class` it holds within every class (Mondrian).
+    and new inputs together, not for each input: what one calibration set achieves is `coverage_distribution(n, α)`.
+    With `by_class` it holds within every class (Mondrian).
 
     Scores of a class y, for probabilities p:
 
