@@ -1,6 +1,6 @@
 """Lapwing: Laplace approximations for any PyTorch network."""
 
-from lapwing import diagnostics, priors
+from lapwing import decisions, diagnostics, priors
 from lapwing.augmentation import Averaged
 from lapwing.comparison import Comparison, compare
 from lapwing.errors import (
@@ -40,6 +40,6 @@ __all__ = [
     "CustomLikelihood", "DataWarning", "DrawnPosterior", "EvidenceInTheLoop", "FactoredDamping", "FileError",
     "FunctionSpace", "Gaussian", "GaussianPrior", "Heteroscedastic", "IndefiniteWarning", "InputError", "Laplace",
     "LapwingError", "MeanVariance", "Mixture", "NotFittedError", "Poisson", "Prediction", "Pruning",
-    "PruningWarning", "Subnetwork", "TuningWarning", "__version__", "compare", "diagnostics", "priors", "prune",
-    "sample_by_optimization", "train_with_evidence",
+    "PruningWarning", "Subnetwork", "TuningWarning", "__version__", "compare", "decisions", "diagnostics", "priors",
+    "prune", "sample_by_optimization", "train_with_evidence",
 ]  # fmt: skip

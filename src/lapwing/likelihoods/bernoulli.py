@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,7 +69,8 @@ class Bernoulli:
         return bernoulli_link(f.mean, f.variance, link or "probit", samples, generator)
 
     def predict_samples(self, outputs: Tensor, noise: Tensor) -> BinaryPrediction:
-        return BinaryPrediction.mixture(outputs, joint=True)
+        prediction = BinaryPrediction.mixture(outputs, joint=True)
+        return replace(prediction, latent_variance=outputs.var(0, correction=0))
 
     def config(self) -> dict[str, Any]:
         return {"name": self.name}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lapwing import metrics
+from lapwing.decisions import selective
 from lapwing.errors import InputError
 from lapwing.plots.canvas import COLORS, FAINT, GRAY, INK, canvas
 from lapwing.predictive.prediction import BinaryPrediction, ClassPrediction, Prediction, RegressionPrediction
@@ -127,26 +128,32 @@ def reliability_diagram(prediction: Prediction, targets: Tensor, bins: int = 15,
     return ax
 
 
-def risk_coverage(predictions: Predictions, targets: Tensor, ax: Axes | None = None) -> Axes:
+def risk_coverage(
+    predictions: Predictions,
+    targets: Tensor,
+    ax: Axes | None = None,
+    score: str | None = None,
+    risk: str | None = None,
+) -> Axes:
     """The error rate among the most confident fraction of the predictions, a curve for each set.
 
-    Fractions are counted in examples of equal confidence together, which cannot be told apart.
+    Fractions are counted in examples of equal confidence together, which cannot be told apart. Another `score` than
+    confidence, another `risk` than the error, and regressions: as in `lapwing.decisions.risk_coverage`.
     """
     ax = canvas(ax)
     for color, (name, prediction) in zip(_colors(predictions), _named(predictions).items(), strict=False):
-        probs, flat = _flat(prediction, targets)
-        confidence, labels = probs.max(1)
-        order = confidence.argsort(descending=True)
-        wrong = (labels != flat).double()[order].cumsum(0)
-        count = torch.arange(1, len(order) + 1, dtype=torch.float64)
-        ordered = confidence[order]
-        last = torch.cat([ordered[1:] != ordered[:-1], torch.ones(1, dtype=torch.bool)])  # of each tie
-        ax.plot(count[last] / len(order), (wrong / count)[last], color=color, label=name)
+        curve = selective.risk_coverage(prediction, targets, score, risk)
+        ax.plot(curve.coverage.cpu(), curve.risk.cpu(), color=color, label=name)
     ax.axhline(0, color=FAINT, linewidth=0.8, zorder=0)
     ax.set_xlabel("coverage")
-    ax.set_ylabel("error among the covered")
+    ax.set_ylabel(f"{(risk or _default_risk(predictions)).replace('_', ' ')} among the covered")
     ax.set_xlim(0, 1)
     return _legend(ax, predictions)
+
+
+def _default_risk(predictions: Predictions) -> str:
+    found = {selective.default_risk(prediction) for prediction in _named(predictions).values()}
+    return " or ".join(sorted(found))
 
 
 def _flat(prediction: Prediction, targets: Tensor) -> tuple[Tensor, Tensor]:

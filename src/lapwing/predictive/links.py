@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -165,12 +165,15 @@ def categorical_link(
                 "The mutual information needs the covariance between outputs, which the closed-form link left out "
                 "for so many outputs. Use la.predict(x, link='mc')."
             )
-        return ClassPrediction.mixture(draw(f.mean, f.covariance, samples, generator).log_softmax(dim + 1), dim)
+        drawn = draw(f.mean, f.covariance, samples, generator).log_softmax(dim + 1)
+        return replace(ClassPrediction.mixture(drawn, dim), latent_variance=f.variance)
 
     if link == MONTE_CARLO:
         return sampled()
     log_probs = _closed_form(CATEGORICAL[link], f, dim)
-    return ClassPrediction(log_probs, dim, sampled=lambda: sampled().parts.in_output_space())
+    return ClassPrediction(
+        log_probs, dim, sampled=lambda: sampled().parts.in_output_space(), latent_variance=f.variance
+    )  # fmt: skip
 
 
 def _closed_form(link: Link, f: GaussianOutputs, dim: int) -> Tensor:
@@ -200,12 +203,12 @@ def bernoulli_link(
 
     def sampled() -> BinaryPrediction:
         noise = torch.randn((samples, *mean.shape), generator=generator, dtype=mean.dtype, device=mean.device)
-        return BinaryPrediction.mixture(mean + noise * variance.sqrt())
+        return replace(BinaryPrediction.mixture(mean + noise * variance.sqrt()), latent_variance=variance)
 
     if link == MONTE_CARLO:
         return sampled()
     yes, no = _binary_delta(mean, variance) if link == "delta" else _binary_probit(mean, variance)
-    return BinaryPrediction(yes, no, lambda: sampled().parts.in_output_space())
+    return BinaryPrediction(yes, no, lambda: sampled().parts.in_output_space(), latent_variance=variance)
 
 
 def _binary_probit(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:

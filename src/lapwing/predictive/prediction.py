@@ -80,10 +80,12 @@ class _DiscretePrediction(Prediction):
     `components`, where present, gives the log-probabilities `[M, N]` of targets under the M parts of a mixture, weights
     included. The outputs of an example are independent within a part, and not in the mixture, whose probability of them
     all is no product; probabilities, labels, entropies and `distribution()` are those of one output at a time.
+    `latent_variance`, where known, is the variance of the logits `[N, *output]`.
     """
 
     sampled: Callable[[], Parts]
     components: Callable[[Tensor], Tensor] | None
+    latent_variance: Tensor | None
 
     @cached_property
     def parts(self) -> Parts:
@@ -130,6 +132,7 @@ class ClassPrediction(_DiscretePrediction):
     ignore_index: int = -100
     sampled: Callable[[], Parts] = field(kw_only=True, repr=False)
     components: Callable[[Tensor], Tensor] | None = field(default=None, kw_only=True, repr=False)
+    latent_variance: Tensor | None = field(default=None, kw_only=True, repr=False)
 
     @staticmethod
     def mixture(log_probs: Tensor, dim: int, ignore_index: int = -100, joint: bool = False) -> ClassPrediction:
@@ -216,6 +219,7 @@ class BinaryPrediction(_DiscretePrediction):
     log_no: Tensor
     sampled: Callable[[], Parts] = field(repr=False)
     components: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
+    latent_variance: Tensor | None = field(default=None, kw_only=True, repr=False)
 
     @staticmethod
     def mixture(logits: Tensor, joint: bool = False) -> BinaryPrediction:
