@@ -152,19 +152,19 @@ def test_a_student_with_room_for_it_becomes_the_teacher(kind: str) -> None:
 
 
 def test_fresh_samples_teach_the_mean_of_all() -> None:
-    """Four draws for every batch, against the mixture of ten thousand; loose by the noise of the last steps."""
-    la = posterior().at(prior=0.3)
+    """Eight draws for every batch, against the mixture of ten thousand; loose by the noise of the last steps."""
+    la = posterior().at(prior=0.1)
     x = torch.eye(3, dtype=torch.float64)
     found = distill(
-        la, nn.Linear(3, 3).double(), [x], 800, progress=False, generator=torch.Generator().manual_seed(0),
-        method="sampled", samples=4, **decayed(0.05, 800),
+        la, nn.Linear(3, 3).double(), [x], 600, progress=False, generator=torch.Generator().manual_seed(0),
+        method="sampled", samples=8, **decayed(0.02, 600),
     )  # fmt: skip
     expected = Ensemble.of(la, 10_000, torch.Generator().manual_seed(1)).predict(x).probs
     with torch.no_grad():
         alone = la.model(x).softmax(1)
-    assert float((found.predict(x).probs - expected).abs().max()) < 0.03
-    assert float((alone - expected).abs().max()) > 0.06
-    assert sum(found.losses[-100:]) > 10  # the samples differ from their mean
+    assert float((found.predict(x).probs - expected).abs().mean()) < 0.02
+    assert float((alone - expected).abs().mean()) > 0.03
+    assert sum(found.losses[-100:]) / 100 > 0.05  # the samples differ from their mean
 
 
 def test_off_the_data_the_student_follows_the_teacher_and_not_the_network() -> None:
