@@ -88,7 +88,7 @@ class Ensemble(nn.Module):
         self.samples = _store({name.removeprefix(_COMPILED): value for name, value in weights.items()})
         scale = (self.likelihood.noise or 1.0) if noise is None else noise
         self.noise: Tensor
-        self.register_buffer("noise", positive(scale, "noise").detach().clone().to(self._device))
+        self.register_buffer("noise", positive(scale, "noise").detach().clone().to(self._weights()[self.names[0]]))
         self.refusal: str | None = None
         self.eval()
         self.parallel = self._settled(example) if parallel is None else parallel
@@ -195,9 +195,9 @@ class Ensemble(nn.Module):
     def export(self, *args: Any, **kwargs: Any) -> torch.export.ExportedProgram:
         """`torch.export.export` with a free number of examples, for arguments of the model such as these.
 
-        The program is called like the model, whose arguments have the names that they have there.
-        Inputs whose first dimension is the number of examples of the first tensor keep it free. In parallel, if this
-        is; where torch fixes that number under vmap (norms, pooling, embeddings, attention), sample by sample.
+        The program is called like the model. Inputs whose first dimension is the number of examples of the first tensor
+        keep it free. In parallel, if this is; where torch fixes that number under vmap (norms, pooling, embeddings,
+        attention), sample by sample.
         """
         inputs = Inputs(args, kwargs)
         examples = inputs.examples()
