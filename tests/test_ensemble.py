@@ -150,6 +150,13 @@ def test_what_is_not_bayesian_is_held_and_computed_once() -> None:
     assert counter.get_total_flops() == 2 * 5 * (3 * 4 + SAMPLES * 4 * 3)
 
 
+def test_of_a_last_layer_it_is_the_linearized_predictive() -> None:
+    la = posterior("batchnorm", weights="last_layer")
+    weights, x = drawn(la), networks.inputs("batchnorm", 5)
+    expected = la.predict(x, method="pushed", samples=weights).probs
+    assert float((Ensemble.of(la, weights)(x) - expected).abs().max()) < ROUNDING
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 4, 10])
 def test_chunks_change_nothing(chunk: int) -> None:
     la = posterior("cnn")
