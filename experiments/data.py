@@ -76,6 +76,13 @@ def mnist(train: int, test: int = 10_000) -> Split:
     return Split(x_train, labels[0], x_test, labels[1])
 
 
+def foreign(name: str, count: int) -> Tensor:
+    """The first images of "kmnist", "fashion_mnist" or "notmnist", scaled as `mnist` is: `[N, 1, 28, 28]`."""
+    with np.load(_file(f"{name}_test.npz")) as arrays:
+        x = torch.tensor(arrays["x_test"][:count])
+    return ((x.float() / 255 - 0.1307) / 0.3081).unsqueeze(1)
+
+
 def _color(images: np.ndarray) -> Tensor:
     mean, std = torch.tensor([0.491, 0.482, 0.447]), torch.tensor([0.247, 0.243, 0.262])
     return ((torch.tensor(images).float() / 255 - mean) / std).permute(0, 3, 1, 2).contiguous()

@@ -3,6 +3,8 @@
 from lapwing import decisions, diagnostics, priors
 from lapwing.augmentation import Averaged
 from lapwing.comparison import Comparison, compare
+from lapwing.distillation import Distillation, distill
+from lapwing.ensemble import Ensemble
 from lapwing.errors import (
     ComparisonWarning,
     ConvergenceWarning,
@@ -37,9 +39,9 @@ from lapwing.version import __version__
 
 __all__ = [
     "Averaged", "Bernoulli", "Categorical", "Comparison", "ComparisonWarning", "ConvergenceWarning",
-    "CustomLikelihood", "DataWarning", "DrawnPosterior", "EvidenceInTheLoop", "FactoredDamping", "FileError",
-    "FunctionSpace", "Gaussian", "GaussianPrior", "Heteroscedastic", "IndefiniteWarning", "InputError", "Laplace",
-    "LapwingError", "MeanVariance", "Mixture", "NotFittedError", "Poisson", "Prediction", "Pruning",
-    "PruningWarning", "Subnetwork", "TuningWarning", "__version__", "compare", "decisions", "diagnostics", "priors",
-    "prune", "sample_by_optimization", "train_with_evidence",
+    "CustomLikelihood", "DataWarning", "Distillation", "DrawnPosterior", "Ensemble", "EvidenceInTheLoop",
+    "FactoredDamping", "FileError", "FunctionSpace", "Gaussian", "GaussianPrior", "Heteroscedastic",
+    "IndefiniteWarning", "InputError", "Laplace", "LapwingError", "MeanVariance", "Mixture", "NotFittedError",
+    "Poisson", "Prediction", "Pruning", "PruningWarning", "Subnetwork", "TuningWarning", "__version__", "compare",
+    "decisions", "diagnostics", "distill", "priors", "prune", "sample_by_optimization", "train_with_evidence",
 ]  # fmt: skip

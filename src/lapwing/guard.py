@@ -34,7 +34,7 @@ def borrowed(model: nn.Module, bayesian: Collection[str]) -> Iterator[None]:
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
-            _one_attention(),
+            one_attention(),
             _batch_norm_of_one(model),
             # cuDNN's recurrent layers have no backward pass in eval mode.
             torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled and not _recurrent(model)),
@@ -53,7 +53,7 @@ def borrowed(model: nn.Module, bayesian: Collection[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _one_attention() -> Iterator[None]:
+def one_attention() -> Iterator[None]:
     """Without the kernel that `nn.TransformerEncoder` takes only where no gradient is wanted.
 
     It returns 0 at padded positions, so that predictions would be those of another function than was fitted.

@@ -78,7 +78,7 @@ class PerExample:
 
         leaves = [leaf[part] for leaf in split.examples()]
         # vmap knows the plain attention kernel only, and says of some operations that it loops over them.
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _RefuseData(), warnings.catch_warnings():
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), RefuseData(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop")
             mapped = torch.func.vmap(one, in_dims=(1, *(0 for _ in leaves)), out_dims=(0, 1))
             values, gradients = mapped(columns, *leaves)
@@ -118,7 +118,7 @@ class PerExample:
             )
 
 
-class _RefuseData(TorchFunctionMode):
+class RefuseData(TorchFunctionMode):
     """Raises where `.data` is assigned, as `module.to(dtype)` does: under vmap torch would crash the process."""
 
     def __torch_function__(

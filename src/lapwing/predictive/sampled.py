@@ -29,6 +29,11 @@ def sampled_outputs(
             # One at a time: all draws of a large network together would not fit.
             drawn = posterior.sample(1, generator) if isinstance(samples, int) else samples
             weights = {name: value[0 if isinstance(samples, int) else i] for name, value in drawn.items()}
-            returned = torch.func.functional_call(model, weights, inputs.args, inputs.kwargs)
-            outputs.append(read_output(returned, output))
+            outputs.append(outputs_at(model, weights, inputs, output))
     return torch.stack(outputs)
+
+
+def outputs_at(model: nn.Module, weights: Mapping[str, Tensor], inputs: Inputs, output: ReadOutput | None) -> Tensor:
+    """`f(x, θ)` with these weights in place of the model's own: `[N, *output]`."""
+    returned = torch.func.functional_call(model, dict(weights), inputs.args, inputs.kwargs)
+    return read_output(returned, output)

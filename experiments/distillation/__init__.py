@@ -1,0 +1,1 @@
+"""What ensembles and distilled students keep of a posterior."""
