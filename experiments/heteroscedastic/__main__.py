@@ -160,12 +160,15 @@ def main() -> None:
     ]
     with ProcessPoolExecutor(options.workers) as pool:
         waiting = [pool.submit(run, task) for task in tasks if task not in done]
-        for finished in as_completed(waiting):  # written one by one, so that nothing is lost
-            one = finished.result()
-            print(one, flush=True)
-            runs = [other for other in runs if (other.problem, other.split) != (one.problem, one.split)] + [one]
-            runs.sort(key=lambda one: (list(PROBLEMS).index(one.problem), one.split))
-            results.write_text(json.dumps([asdict(one) for one in runs], indent=1) + "\n")
+        try:
+            for finished in as_completed(waiting):  # written one by one, so that nothing is lost
+                one = finished.result()
+                print(one, flush=True)
+                runs = sorted([*runs, one], key=lambda one: (list(PROBLEMS).index(one.problem), one.split))
+                results.write_text(json.dumps([asdict(one) for one in runs], indent=1) + "\n")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     if runs:
         draw(runs)
     print(table(runs))

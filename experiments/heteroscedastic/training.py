@@ -17,6 +17,7 @@ from lapwing.priors import GaussianPrior
 WIDTH, FITS = 50, 60  # hidden units; fits of the evidence when it is learned along the way
 STEPS, MORE, ROUNDS = 1000, 300, 4  # of L-BFGS at first and in every later round; rounds at most
 LIKELIHOOD = Heteroscedastic()
+_TOO_FAR = 1e10
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ def _to_a_mode(model: nn.Module, x: Tensor, y: Tensor, prior: GaussianPrior, ste
         optimizer.zero_grad()
         size = sum((precisions[name] * one.square()).sum() for name, one in model.named_parameters())
         value: Tensor = (0.5 * size - LIKELIHOOD.log_prob(model(x), y).sum()) / len(x)
+        if not bool(value.isfinite()):  # a step too far, to be halved by the line search
+            for one in model.parameters():
+                one.grad = torch.zeros_like(one)
+            return _TOO_FAR
         value.backward()
         return value.item()
 
