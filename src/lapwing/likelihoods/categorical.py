@@ -213,7 +213,7 @@ class Categorical:
 
     def predict_samples(self, outputs: Tensor, noise: Tensor) -> ClassPrediction:
         axis = self._axis(outputs[0])
-        return ClassPrediction.mixture(outputs.log_softmax(axis + 1), axis, self.ignore_index, joint=True)
+        return ClassPrediction.mixture(outputs, axis, self.ignore_index, joint=True)
 
     def config(self) -> dict[str, Any]:
         return {"name": self.name, "dim": self.dim, "ignore_index": self.ignore_index}

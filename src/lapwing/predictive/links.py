@@ -165,7 +165,7 @@ def categorical_link(
                 "The mutual information needs the covariance between outputs, which the closed-form link left out "
                 "for so many outputs. Use la.predict(x, link='mc')."
             )
-        return ClassPrediction.mixture(draw(f.mean, f.covariance, samples, generator).log_softmax(dim + 1), dim)
+        return ClassPrediction.mixture(draw(f.mean, f.covariance, samples, generator), dim)
 
     if link == MONTE_CARLO:
         return sampled()
