@@ -21,9 +21,9 @@ from lapwing import Categorical, Laplace
 HERE = Path(__file__).parent
 NOTES = """Written by `python -m benchmarks.dense`: a U-Net of 1.1 million weights (BatchNorm, transposed convolutions,
 skip connections), 2 classes, images of 128 × 128 unless said otherwise, random weights, one thread. A fit sees 64
-images in batches of 8 and is compared with one forward and backward pass in training mode over the same; a prediction with
-such a pass over its images. Every case has a process of its own; peaks are of its resident memory, 0.3 GB of which are
-PyTorch and the library. Times were measured on a machine under load and are rough; memory is not."""
+images in batches of 8 and is compared with one forward and backward pass in training mode over the same; a prediction
+with such a pass over its images. Every case has a process of its own; peaks are of its resident memory, 0.3 GB of
+which are PyTorch and the library. Times were measured on a machine under load and are rough; memory is not."""
 
 
 @dataclass(frozen=True)
