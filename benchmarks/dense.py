@@ -6,6 +6,7 @@ python -m benchmarks.dense NAME       # one of them; prints its result
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -109,18 +110,21 @@ def report(results: dict[str, Result]) -> str:
 
 
 def main() -> None:
-    names = sys.argv[1:]
-    if names:
-        print(json.dumps(run(CASES[names[0]])))
+    parser = argparse.ArgumentParser(prog="benchmarks.dense")
+    parser.add_argument("cases", nargs="*", metavar="case", help=", ".join(CASES))
+    parser.add_argument("--here", action="store_true", help="run the one case in this process and print its result")
+    given = parser.parse_args()
+    if given.here:
+        print(json.dumps(run(CASES[given.cases[0]])))
         return
-    results: dict[str, Result] = {}
-    for name in CASES:
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.dense", name], check=True, capture_output=True, text=True
-        )
+    path = HERE / "dense.json"
+    results: dict[str, Result] = json.loads(path.read_text()) if path.is_file() else {}
+    for name in given.cases or CASES:
+        command = [sys.executable, "-m", "benchmarks.dense", "--here", name]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
         results[name] = json.loads(done.stdout.splitlines()[-1])
         print(name, f"ratio {results[name]['ratio']:.1f}, peak {results[name]['peak_mb']:.0f} MB", flush=True)
-        (HERE / "dense.json").write_text(json.dumps(results, indent=1) + "\n")
+        path.write_text(json.dumps(results, indent=1) + "\n")
         (HERE / "DENSE.md").write_text(report(results))
 
 

@@ -34,5 +34,5 @@ def draw(shown: dict[str, tuple[Tensor, Prediction]], path: Path) -> None:
             ax.grid(visible=False)
         for ax, title in zip(axes[0], TITLES, strict=True):
             ax.set_title(title, fontsize="medium")
-        figure.savefig(path, metadata={"Date": None}, dpi=72)
+        figure.savefig(path, metadata={"Date": None}, dpi=60)
         plt.close(figure)
