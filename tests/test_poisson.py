@@ -104,8 +104,8 @@ def test_moments_against_a_million_draws() -> None:
     torch.testing.assert_close(exact.std.square(), exact.aleatoric + exact.epistemic)
     split = exact.uncertainty()
     assert torch.equal(split.total, split.aleatoric + split.epistemic)
-    with pytest.raises(InputError, match="uncertainty of counts"):
-        exact.uncertainty("entropy")
+    with pytest.raises(InputError, match="measure of uncertainty"):
+        exact.uncertainty("spread")
     seen = torch.tensor([[2.0, 5.0]], dtype=torch.float64)
     share = (y == seen).double().mean(0).log().sum()
     assert float(exact.log_prob(seen)) == pytest.approx(float(share), abs=0.02)
@@ -165,3 +165,37 @@ def test_bad_input_says_what_and_how() -> None:
         Poisson().predict_samples(f[None], NOISE).interval(1.0)
     with pytest.raises(InputError, match="counts of shape"):
         Poisson().predict_samples(f[None], NOISE).log_prob(torch.zeros(2))
+
+
+def entropies(rates: Tensor, weights: Tensor) -> tuple[float, float]:
+    """Entropy of a mixture of Poisson distributions and the mean of theirs, by direct summation: `[S]` each."""
+    y = torch.arange(400, dtype=torch.float64)
+    logs = y[:, None] * rates.log() - rates - torch.lgamma(y + 1)[:, None]  # [counts, S]
+    mixed = (logs.exp() * weights).sum(1)
+    within = -(torch.xlogy(logs.exp(), logs.exp()).sum(0) * weights).sum()
+    return float(-torch.xlogy(mixed, mixed).sum()), float(within)
+
+
+def test_entropy_of_counts() -> None:
+    """Known rates, a mixture, and a log-normal rate against a fine sum over it."""
+    rates = torch.tensor([[0.3, 4.0, 80.0], [2.0, 4.0, 50.0]], dtype=torch.float64)
+    found = CountPrediction.mixture(rates.log().unsqueeze(1)).uncertainty("entropy")
+    for i in range(3):
+        total, within = entropies(rates[:, i], torch.full((2,), 0.5, dtype=torch.float64))
+        assert float(found.total[0, i]) == pytest.approx(total, rel=1e-6)
+        assert float(found.aleatoric[0, i]) == pytest.approx(within, rel=1e-6)
+    assert float(found.epistemic[0, 1]) == pytest.approx(0, abs=1e-9)  # both draws have the same rate
+    mean, variance = torch.tensor([[-1.0, 1.5, 3.0]]).double(), torch.tensor([[0.5, 0.2, 0.01]]).double()
+    prediction = CountPrediction.log_normal(mean, variance)
+    found = prediction.uncertainty("entropy")
+    grid = torch.linspace(-9, 9, 4001, dtype=torch.float64)
+    weights = (-0.5 * grid.square()).exp()
+    for i in range(3):
+        total, within = entropies((mean[0, i] + variance[0, i].sqrt() * grid).exp(), weights / weights.sum())
+        assert float(found.total[0, i]) == pytest.approx(total, rel=1e-5)
+        assert float(found.aleatoric[0, i]) == pytest.approx(within, rel=1e-5)
+    torch.testing.assert_close(found.total, found.aleatoric + found.epistemic)
+    torch.testing.assert_close(prediction.entropy, found.total)
+    assert found.source == "quadrature"
+    with pytest.raises(InputError, match=r"100000 are probable.*uncertainty\('variance'\)"):
+        CountPrediction.mixture(torch.full((1, 1), 13.0).double()).uncertainty("entropy")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lapwing.errors import InputError
@@ -214,6 +214,15 @@ def read_output(output: Any, custom: ReadOutput | None = None) -> Tensor:
     if output.dim() == 0:
         raise InputError("The model returned a single number; its outputs need an example axis first: [N, ...].")
     return output
+
+
+def outputs_of(
+    model: nn.Module, inputs: Inputs, output: ReadOutput | None = None, weights: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """`f(x): [N, ...]`, with `weights` in place of the model's own, by name, where they are given."""
+    if not weights:
+        return read_output(model(*inputs.args, **inputs.kwargs), output)
+    return read_output(torch.func.functional_call(model, dict(weights), inputs.args, inputs.kwargs), output)
 
 
 def peek(loader: Iterable[Any]) -> tuple[Iterable[Any], Any]:

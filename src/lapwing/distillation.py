@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lapwing import likelihoods
-from lapwing.batches import Inputs, ReadOutput, Unpack, asked, read_output
+from lapwing.batches import Inputs, ReadOutput, Unpack, asked, outputs_of
 from lapwing.ensemble import Ensemble
 from lapwing.errors import InputError
 from lapwing.function_space import FunctionSpace
@@ -47,7 +47,7 @@ class Distillation:
         """The student's prediction in eval mode; all of its uncertainty counts as aleatoric, `epistemic` is 0."""
         inputs = asked(x, next(self.student.parameters()).device)
         with borrowed(self.student, ()), torch.set_grad_enabled(inputs.requires_grad()):
-            return _prediction(self.likelihood, read_output(self.student(*inputs.args, **inputs.kwargs), self.output))
+            return _prediction(self.likelihood, outputs_of(self.student, inputs, self.output))
 
 
 def distill(
@@ -125,7 +125,7 @@ def distill(
             total = count = 0.0
             for inputs, target in lessons:
                 meaning = meaning or _meaning(target)
-                outputs = read_output(student(*inputs.args, **inputs.kwargs), output)
+                outputs = outputs_of(student, inputs, output)
                 _check_shape(target, meaning, outputs)
                 terms = divergence(target, _prediction(meaning, outputs))
                 loss = terms.mean()

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from lapwing import likelihoods
-from lapwing.batches import Inputs, ReadOutput, asked
+from lapwing.batches import Inputs, ReadOutput, asked, outputs_of
 from lapwing.errors import InputError, positive
 from lapwing.examples import few_examples
 from lapwing.guard import one_attention
@@ -24,7 +24,6 @@ from lapwing.layers.per_example import RefuseData
 from lapwing.layers.rule import tolerance
 from lapwing.likelihoods import Likelihood
 from lapwing.predictive.prediction import BinaryPrediction, ClassPrediction, Prediction
-from lapwing.predictive.sampled import outputs_at
 
 logger = logging.getLogger("lapwing")
 _COMPILED = "_orig_mod."  # in front of every name of a model that went through torch.compile
@@ -146,7 +145,7 @@ class Ensemble(nn.Module):
 
     def _outputs(self, weights: dict[str, Tensor], inputs: Inputs, parallel: bool) -> Tensor:
         def one(drawn: dict[str, Tensor]) -> Tensor:
-            return outputs_at(self.model, drawn, inputs, self.output)
+            return outputs_of(self.model, inputs, self.output, drawn)
 
         with one_attention():
             if parallel:

@@ -402,7 +402,7 @@ class Laplace:
         posterior = self.at(center=center).posterior
         inputs = self._inputs(x)
         with random_state_kept(), self._borrow(state.weights):
-            return latent(state.tape, posterior, inputs, joint, keep, self.max_columns)
+            return latent(state.tape, posterior, inputs, joint, keep, self.max_columns, self.progress)
 
     def predict(
         self,
@@ -466,7 +466,7 @@ class Laplace:
             if method == "pushed":
                 with twice_differentiable(self.model):
                     return pushed_outputs(state.tape, posterior, inputs, samples, generator, self.progress)
-            return sampled_outputs(self.model, posterior, inputs, self.output, samples, generator, self.progress)
+            return sampled_outputs(state.tape, posterior, inputs, samples, generator, self.progress)
 
     def _inputs(self, x: Any) -> Inputs:
         return asked(x, self.device)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lapwing.batches import check_targets, read, read_output
+from lapwing.batches import check_targets, outputs_of, read
 from lapwing.errors import InputError, PruningWarning, choose, warn
 from lapwing.examples import few_examples
 from lapwing.laplace import Laplace
@@ -98,7 +98,7 @@ class Pruning:
         for epoch in bar(range(epochs), "fine-tune", self.la.progress):
             where = ""
             for where, inputs, targets in read(loader, self.la.device, self.la.unpack, "epoch", False):
-                outputs = read_output(tuned(*inputs.args, **inputs.kwargs), self.la.output)
+                outputs = outputs_of(tuned, inputs, self.la.output)
                 check_targets(where, outputs, targets)
                 self.la.likelihood.check(outputs, targets, where)
                 fit = self.la.likelihood.log_prob(outputs, targets).mean()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from lapwing import probe
-from lapwing.batches import Inputs, ReadOutput, read_output
+from lapwing.batches import Inputs, ReadOutput, outputs_of
 from lapwing.columns import Columns
 from lapwing.delivery import Consume, Delivery
 from lapwing.errors import InputError
@@ -35,6 +35,7 @@ from lapwing.slope import Slope
 
 logger = logging.getLogger("lapwing")
 _PROBED = 8  # examples that tell as much of a network as a whole batch, where all its inputs are batched
+_LARGE = 16  # parts of the budget, above one of which half as many must do
 
 
 class MixedExamplesError(InputError):
@@ -56,6 +57,8 @@ class Tape:
     layers: tuple[Layer, ...] | None = None
     seen: Inputs | None = None
     """The inputs on which the layers were found."""
+    footprints: dict[tuple[torch.Size, ...], int] = field(default_factory=dict, repr=False)
+    """Bytes of the activations of one example, by the shapes of its inputs."""
     _known: dict[Any, _Reading] = field(default_factory=dict, repr=False)
     _fallbacks: dict[frozenset[str], PerExample] = field(default_factory=dict, repr=False)
 
@@ -126,14 +129,16 @@ class Tape:
 
     def _few(self, record: Record) -> Record | None:
         """A pass over a few examples, which tell as much as the batch if they come out as they do in it."""
-        if record.examples <= 2 * _PROBED or not record.inputs.all_batched(record.examples):
+        size = sum(use.output.numel() for use in record.uses) * record.outputs.element_size() * _PROBED
+        count = _PROBED if size <= record.examples * self.budget / _LARGE else _PROBED // 2
+        if record.examples < 2 * count or not record.inputs.all_batched(record.examples):
             return None
         try:
-            few = self.run(record.inputs.split(record.examples).part(0, _PROBED), record.create_graph)
+            few = self.run(record.inputs.split(record.examples).part(0, count), record.create_graph)
         except RuntimeError as failure:
             logger.info("The model fails on a part of a batch (%s); the layers are found from the whole", failure)
             return None
-        same = agree(few.outputs, record.outputs[:_PROBED], record.outputs)
+        same = agree(few.outputs, record.outputs[:count], record.outputs)
         alike = [(use.weight, len(use.output)) for use in few.uses] == [(u.weight, len(u.output)) for u in record.uses]
         return few if same and alike and few.graph.reached == record.graph.reached else None
 
@@ -160,10 +165,7 @@ class Tape:
 
     def forward(self, parameters: dict[str, Tensor], inputs: Inputs) -> Tensor:
         """The outputs `[N, ...]` of the model with some parameters replaced."""
-        if not parameters:
-            return read_output(self.model(*inputs.args, **inputs.kwargs), self.output)
-        returned = torch.func.functional_call(self.model, parameters, inputs.args, inputs.kwargs)
-        return read_output(returned, self.output)
+        return outputs_of(self.model, inputs, self.output, parameters)
 
 
 @dataclass

@@ -213,7 +213,7 @@ class Categorical:
 
     def predict_samples(self, outputs: Tensor, noise: Tensor) -> ClassPrediction:
         axis = self._axis(outputs[0])
-        prediction = ClassPrediction.mixture(outputs.log_softmax(axis + 1), axis, self.ignore_index, joint=True)
+        prediction = ClassPrediction.mixture(outputs, axis, self.ignore_index, joint=True)
         return replace(prediction, latent_variance=outputs.var(0, correction=0))
 
     def config(self) -> dict[str, Any]:

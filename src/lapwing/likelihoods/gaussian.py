@@ -106,7 +106,7 @@ class Gaussian:
 
     def predict_samples(self, outputs: Tensor, noise: Tensor) -> RegressionPrediction:
         mean = outputs.mean(0)
-        spread, variance = (outputs - mean).square().mean(0), self._noise_of(mean, noise)
+        spread, variance = outputs.var(0, correction=0), self._noise_of(mean, noise)
         return RegressionPrediction(mean, variance, spread, components=Components.equal(outputs, variance))
 
     def _noise_of(self, mean: Tensor, noise: Tensor) -> Tensor:

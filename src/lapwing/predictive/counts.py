@@ -11,11 +11,13 @@ from torch.distributions import Categorical, Distribution, Independent, MixtureS
 
 from lapwing.errors import InputError, choose
 from lapwing.predictive.prediction import Prediction
-from lapwing.predictive.uncertainty import Uncertainty
+from lapwing.predictive.uncertainty import CLOSED_FORM, MEASURES, SAMPLES, Split, Uncertainty
 
 _NODES = 48  # of the quadrature
 _STRATA = 512  # draws at equal probabilities that stand for a log-normal rate in its distribution
 _NEWTON = 100
+_LEFT, _MOST_COUNTS = 1e-7, 100_000  # probability left out of an entropy, and counts it is summed over at most
+_AT_ONCE, _NUMBERS = 256, 2**20  # counts, and numbers in all, that are computed together
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,53 @@ class CountPrediction(Prediction):
         return self.variance.sqrt()
 
     def uncertainty(self, measure: str = "variance") -> Uncertainty:
-        """Total, aleatoric and epistemic variance; the entropy of counts is not computed."""
-        choose(measure, ("variance",), "measure of the uncertainty of counts")
-        source = "samples" if self.gaussian is None else "closed form"
-        return Uncertainty(self.variance, self.aleatoric, self.epistemic, source)
+        """Total, aleatoric and epistemic "variance", or "entropy" (nats), of each output for itself.
+
+        The entropy is summed over the counts until what is left has a probability below 1e-7; for a log-normal rate
+        their probabilities and the mean entropy at a known rate come from quadrature.
+        """
+        if choose(measure, MEASURES, "measure of uncertainty") == "variance":
+            source = SAMPLES if self.gaussian is None else CLOSED_FORM
+            return Uncertainty(self.variance, self.aleatoric, self.epistemic, source)
+        split = self._entropies()
+        total = split.within + split.between
+        return Uncertainty(total, split.within, split.between, SAMPLES if self.gaussian is None else "quadrature")
+
+    @property
+    def entropy(self) -> Tensor:
+        """Total entropy of each output, in nats: `[N, *output]`."""
+        return self.uncertainty("entropy").total
+
+    def _entropies(self) -> Split:
+        """Entropy of the counts, and its mean once the rate is known: `−Σ_y p(y) log p(y)` both."""
+        f, log_weights = self._places()
+        rates = f.exp()
+        total = within = mass = torch.zeros_like(f[0])
+        step = max(1, min(_AT_ONCE, _NUMBERS // f.numel()))
+        for start in range(0, _MOST_COUNTS, step):
+            y = torch.arange(start, start + step, dtype=f.dtype, device=f.device).reshape(-1, *[1] * f.dim())
+            each = y * f - rates - torch.lgamma(y + 1)  # [counts, S, N, *output]
+            logs = (each + log_weights).logsumexp(1)
+            if self.gaussian is not None:
+                mean, variance = (part.double() for part in self.gaussian)
+                logs = log_poisson_integral(mean, variance, y[:, 0])
+            total, mass = total + _entropy_terms(logs).sum(0), mass + logs.exp().sum(0)
+            within = within + (_entropy_terms(each) * log_weights.exp()).sum((0, 1))
+            if bool((mass > 1 - _LEFT).all()):
+                return Split(total.to(self.mean.dtype), within.to(self.mean.dtype))
+        raise InputError(
+            f"The entropy of counts is a sum over them, and more than {_MOST_COUNTS} are probable here (the mean rate "
+            f"is up to {float(self.mean.max()):.3g}). Use uncertainty('variance')."
+        )
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Log-rates `[S, N, *output]` and the logarithms of their weights, in float64: the draws, or quadrature's."""
+        if self.gaussian is None:
+            f = self.log_rates.double()
+            return f, f.new_full((len(f), *[1] * self.mean.dim()), -math.log(len(f)))
+        mean, variance = (part.double() for part in self.gaussian)
+        nodes, logs = (part.to(mean).reshape(-1, *[1] * mean.dim()) for part in _gauss_hermite(_NODES))
+        return mean + math.sqrt(2) * _safe_root(variance) * nodes, logs - nodes.square() - 0.5 * math.log(math.pi)
 
     def log_prob(self, counts: Tensor) -> Tensor:
         """Log probability of counts `[N, *output]`, summed over the outputs: `[N]`.
@@ -118,7 +163,7 @@ def log_poisson_integral(mean: Tensor, variance: Tensor, counts: Tensor) -> Tens
     With `f = m + √s z` the integrand's logarithm is concave in z. Newton's method from a point above its mode (from
     there it comes down without overshooting) finds mode and width, where Gauss–Hermite quadrature is laid.
     """
-    m, s, y = mean.double(), variance.double(), counts.double()
+    m, s, y = torch.broadcast_tensors(mean.double(), variance.double(), counts.double())
     with torch.no_grad():
         root = s.sqrt()
         above = (y.clamp(min=1).log() - m) / torch.where(root > 0, root, torch.ones_like(root))
@@ -135,7 +180,13 @@ def log_poisson_integral(mean: Tensor, variance: Tensor, counts: Tensor) -> Tens
         log_volume = log_weights + (math.sqrt(2) * width).log() - 0.5 * places.square() - 0.5 * math.log(2 * math.pi)
     f = m + _safe_root(s) * places
     terms = y * f - f.exp() - torch.lgamma(y + 1) + log_volume
-    return terms.logsumexp(0).to(mean.dtype)
+    integral: Tensor = terms.logsumexp(0).to(mean.dtype)
+    return integral
+
+
+def _entropy_terms(logs: Tensor) -> Tensor:
+    """`−p log p` from log p, 0 where p is."""
+    return -logs.exp() * logs.clamp(min=-800)
 
 
 def _safe_root(values: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from lapwing.likelihoods.base import GaussianOutputs, Likelihood
 from lapwing.predictive.links import draw
 from lapwing.predictive.prediction import Prediction, RegressionPrediction
 
+_MOST_ROWS = 2**14  # of a covariance that is made
+
 
 @dataclass(frozen=True)
 class JointPrediction(Prediction):
@@ -99,6 +101,12 @@ class JointSamples(Prediction):
         """Of the samples, divided by S − 1: `[N·D, N·D]`; made when asked for."""
         if len(self.outputs) < 2:
             raise InputError("A covariance needs at least 2 samples: predict(samples=...).")
+        if self.outputs[0].numel() > _MOST_ROWS:
+            raise InputError(
+                f"The covariance of {self.outputs[0].numel()} outputs has as many rows, more than {_MOST_ROWS}. Their "
+                "samples are in prediction.outputs, those at some places or inputs in a part of it: "
+                "torch.cov(prediction.outputs[:, i].flatten(1).T)."
+            )
         centered = (self.outputs - self.outputs.mean(0)).flatten(1)
         return centered.T @ centered / (len(centered) - 1)
 

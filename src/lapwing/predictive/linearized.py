@@ -24,10 +24,13 @@ from lapwing.likelihoods.base import GaussianOutputs
 from lapwing.posterior import BlockPosterior, Posterior
 from lapwing.predictive.links import needs_covariances
 from lapwing.predictive.lowrank import Coordinates
+from lapwing.predictive.portions import portions
+from lapwing.progress import bar
 from lapwing.reflectors import LowRankBasis
 from lapwing.tape import MixedExamplesError, Record, Tape, agree
 
 _FULL_COVARIANCE = 64
+_MOST, _ENOUGH = 4, 2**30  # a covariance may take so many budgets, or so many times so many bytes if that is more
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,20 @@ def kept_covariance(link: str | None) -> int:
     return sys.maxsize if needs_covariances(link) else _FULL_COVARIANCE
 
 
-def latent(tape: Tape, posterior: Posterior, inputs: Inputs, joint: bool, keep: int, max_columns: int) -> Latent:
+def latent(
+    tape: Tape, posterior: Posterior, inputs: Inputs, joint: bool, keep: int, max_columns: int, show: bool = False
+) -> Latent:
     """Mean and covariance of the linearized outputs; differentiable in the inputs if they require grad.
 
-    Where an example has more than `keep` outputs, only their variances are computed.
+    Where an example has more than `keep` outputs, only their variances are computed. Inputs that do not fit into memory
+    go in portions, unless they are wanted together.
     """
+    parts = [inputs] if joint else portions(tape, inputs)
+    every = [_latent(tape, posterior, part, joint, keep, max_columns) for part in bar(parts, "predict", show)]
+    return every[0] if len(every) == 1 else _joined(every)
+
+
+def _latent(tape: Tape, posterior: Posterior, inputs: Inputs, joint: bool, keep: int, max_columns: int) -> Latent:
     create_graph = inputs.requires_grad()
     try:
         record = tape.record(inputs, create_graph)
@@ -78,6 +90,8 @@ def latent(tape: Tape, posterior: Posterior, inputs: Inputs, joint: bool, keep: 
         if head is not None:
             return head if create_graph else Latent(head.mean.detach(), head.covariance.detach(), True)
         diagonal = _only_variances(record.outputs, keep, max_columns)
+        if not diagonal:
+            _check_memory(record, joint)
         dense = max((_numbers(block) for block in posterior.blocks), default=0)
         columns = 1 if diagonal else record.outputs[0].numel()
         step = record.examples if joint else _examples_at_once(record, columns, dense)
@@ -124,6 +138,19 @@ def _check_joint(outputs: Tensor, max_columns: int) -> None:
             f"The joint covariance of {len(outputs)} × {outputs[0].numel()} outputs has {outputs.numel()} rows, "
             f"more than max_columns={max_columns}. Draw joint samples by Jacobian-vector products instead: "
             "la.predict(x, method='pushed', joint=True, samples=...). Or give fewer inputs, or raise max_columns."
+        )
+
+
+def _check_memory(record: Record, joint: bool) -> None:
+    """A covariance takes the gradients of all outputs of an example side by side, in every layer."""
+    outputs = record.outputs
+    rows = outputs.numel() if joint else outputs[0].numel()
+    size = outputs.element_size() * (sum(use.output.numel() for use in record.uses) // record.examples) * rows
+    if size > _MOST * max(record.tape.budget, _ENOUGH):
+        raise InputError(
+            f"The covariance of {rows} outputs takes their gradients in all layers at once, {size / 2**30:.0f} GB. Use "
+            "method='pushed', which samples the same outputs by Jacobian-vector products (with joint=True for their "
+            "covariances), la.latent(x, diagonal=True) for variances alone, or raise memory_budget."
         )
 
 

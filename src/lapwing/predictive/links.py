@@ -165,7 +165,7 @@ def categorical_link(
                 "The mutual information needs the covariance between outputs, which the closed-form link left out "
                 "for so many outputs. Use la.predict(x, link='mc')."
             )
-        drawn = draw(f.mean, f.covariance, samples, generator).log_softmax(dim + 1)
+        drawn = draw(f.mean, f.covariance, samples, generator)
         return replace(ClassPrediction.mixture(drawn, dim), latent_variance=f.variance)
 
     if link == MONTE_CARLO:

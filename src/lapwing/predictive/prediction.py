@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from lapwing.errors import InputError, choose
 from lapwing.predictive.components import Components
+from lapwing.predictive.means import log_mean_of, mean_of
 from lapwing.predictive.uncertainty import (
     CLOSED_FORM,
     MEASURES,
@@ -135,22 +136,29 @@ class ClassPrediction(_DiscretePrediction):
     latent_variance: Tensor | None = field(default=None, kw_only=True, repr=False)
 
     @staticmethod
-    def mixture(log_probs: Tensor, dim: int, ignore_index: int = -100, joint: bool = False) -> ClassPrediction:
-        """The equal mixture of `log_probs: [S, N, *output]`, classes along `dim` of one sample.
+    def mixture(logits: Tensor, dim: int, ignore_index: int = -100, joint: bool = False) -> ClassPrediction:
+        """The equal mixture of the probabilities of `logits: [S, N, *output]`, classes along `dim` of one sample.
 
         With `joint` the positions of an example have the sample in common.
         """
-        mean = _log_mean(log_probs)
+
+        def log_probs(some: Tensor) -> Tensor:
+            return some.log_softmax(dim + 1)
+
+        mean = log_mean_of(logits, log_probs)
         parts = Parts(
-            Split(entropy_terms(mean).sum(dim), entropy_terms(log_probs).sum(dim + 1).mean(0)),
-            Split(indicator_variance(mean), indicator_variance(log_probs).mean(0)),
+            Split(
+                entropy_terms(mean).sum(dim),
+                mean_of(logits, lambda some: entropy_terms(log_probs(some)).sum(dim + 1)),
+            ),
+            Split(indicator_variance(mean), mean_of(logits, lambda some: indicator_variance(log_probs(some)))),
         )
         prediction = ClassPrediction(mean, dim, ignore_index, sampled=lambda: parts)
         if not joint or mean.dim() == 2:
             return prediction
 
         def components(targets: Tensor) -> Tensor:
-            each = [replace(prediction, log_probs=part).log_prob(targets) for part in log_probs]
+            each = [replace(prediction, log_probs=one.log_softmax(dim)).log_prob(targets) for one in logits]
             return torch.stack(each) - math.log(len(each))
 
         return replace(prediction, components=components)
@@ -227,18 +235,27 @@ class BinaryPrediction(_DiscretePrediction):
 
         With `joint` the outputs of an example have the sample in common.
         """
-        sides = functional.logsigmoid(logits), functional.logsigmoid(-logits)
-        yes, no = (_log_mean(side) for side in sides)
+        yes, no = (log_mean_of(logits, side) for side in (functional.logsigmoid, _log_no))
+
+        def entropy(some: Tensor) -> Tensor:
+            return entropy_terms(functional.logsigmoid(some)) + entropy_terms(_log_no(some))
+
+        def variance(some: Tensor) -> Tensor:
+            return (functional.logsigmoid(some) + _log_no(some)).exp()
+
         parts = Parts(
-            Split(entropy_terms(yes) + entropy_terms(no), (entropy_terms(sides[0]) + entropy_terms(sides[1])).mean(0)),
-            Split((yes + no).exp(), (sides[0] + sides[1]).exp().mean(0)),
+            Split(entropy_terms(yes) + entropy_terms(no), mean_of(logits, entropy)),
+            Split((yes + no).exp(), mean_of(logits, variance)),
         )
         prediction = BinaryPrediction(yes, no, lambda: parts)
         if not joint or yes[0].numel() == 1:
             return prediction
 
         def components(targets: Tensor) -> Tensor:
-            each = [replace(prediction, log_yes=y, log_no=n).log_prob(targets) for y, n in zip(*sides, strict=True)]
+            each = [
+                replace(prediction, log_yes=functional.logsigmoid(one), log_no=_log_no(one)).log_prob(targets)
+                for one in logits
+            ]
             return torch.stack(each) - math.log(len(each))
 
         return replace(prediction, components=components)
@@ -357,6 +374,6 @@ class RegressionPrediction(Prediction):
         return Independent(marginal, events) if events else marginal
 
 
-def _log_mean(log_probs: Tensor) -> Tensor:
-    """Log of the mean probability over the first dimension."""
-    return log_probs.logsumexp(0) - math.log(log_probs.shape[0])
+def _log_no(logits: Tensor) -> Tensor:
+    """Log probability of "no"."""
+    return functional.logsigmoid(-logits)

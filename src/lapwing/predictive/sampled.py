@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lapwing.batches import Inputs, ReadOutput, read_output
+from lapwing.batches import Inputs
 from lapwing.posterior import Posterior
+from lapwing.predictive.portions import portions, stacked
 from lapwing.progress import bar
+from lapwing.tape import Tape
 
 
 def sampled_outputs(
-    model: nn.Module,
+    tape: Tape,
     posterior: Posterior,
     inputs: Inputs,
-    output: ReadOutput | None,
     samples: int | Mapping[str, Tensor],
     generator: torch.Generator | None,
     show: bool = True,
 ) -> Tensor:
-    """`f(x, θ_s)` for draws θ_s: `[S, N, *output]`. `samples` is a number, or the draws themselves."""
-    outputs = []
+    """`f(x, θ_s)` for draws θ_s: `[S, N, *output]`. `samples` is a number, or the draws themselves.
+
+    The inputs go through each network in portions; memory is that of the outputs and of one pass.
+    """
     count = samples if isinstance(samples, int) else next(iter(samples.values())).shape[0]
-    with torch.set_grad_enabled(inputs.requires_grad()):
+    parts = portions(tape, inputs)
+
+    def outputs() -> Iterator[Tensor]:
         for i in bar(range(count), "sample", show):
             # One at a time: all draws of a large network together would not fit.
             drawn = posterior.sample(1, generator) if isinstance(samples, int) else samples
             weights = {name: value[0 if isinstance(samples, int) else i] for name, value in drawn.items()}
-            outputs.append(outputs_at(model, weights, inputs, output))
-    return torch.stack(outputs)
+            yield torch.cat([tape.forward(weights, part) for part in parts])
 
-
-def outputs_at(model: nn.Module, weights: Mapping[str, Tensor], inputs: Inputs, output: ReadOutput | None) -> Tensor:
-    """`f(x, θ)` with these weights in place of the model's own: `[N, *output]`."""
-    returned = torch.func.functional_call(model, dict(weights), inputs.args, inputs.kwargs)
-    return read_output(returned, output)
+    if inputs.requires_grad():
+        return torch.stack(list(outputs()))
+    with torch.no_grad():
+        return stacked(outputs(), count)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lapwing import io, randomness
-from lapwing.batches import read_output, unpack
+from lapwing.batches import outputs_of, unpack
 from lapwing.errors import InputError, choose
 from lapwing.laplace import Laplace
 from lapwing.likelihoods import Likelihood
@@ -197,7 +197,7 @@ class _Run:
             where = f"Epoch {number}, batch {i}"
             inputs, targets = unpack(batch, where, la.unpack)
             inputs, targets = inputs.to(device), targets.to(device)
-            outputs = read_output(self.model(*inputs.args, **inputs.kwargs), la.output)
+            outputs = outputs_of(self.model, inputs, la.output)
             loss = self.evidence.loss(outputs, targets, where) + self.evidence.regularizer()
             self.optimizer.zero_grad()
             loss.backward()
