@@ -14,6 +14,9 @@ from torch.nn import functional
 
 from benchmarks.unet import UNet
 from lapwing import Categorical, Gaussian, InputError, Laplace
+from lapwing.batches import asked
+from lapwing.predictive.portions import portions
+from lapwing.tape import Tape
 from tests import oracles
 
 SIDE, IGNORED = 4, -100
@@ -265,6 +268,15 @@ def test_portions_change_nothing(method: str) -> None:
     assert seen.count(1) >= 10
     diagonal = tight.latent(x, diagonal=True).covariance
     torch.testing.assert_close(diagonal, whole.latent(x, diagonal=True).covariance)
+
+
+def test_memory_of_an_example_is_that_of_its_activations() -> None:
+    """Not that of the inputs, which are there anyway and of which an example is a view."""
+    model = nn.Sequential(nn.Linear(1000, 3), nn.Tanh(), nn.Linear(3, 2))
+    tape = Tape(model, dict(model.named_parameters()), None, 100_000)
+    assert len(portions(tape, asked(torch.randn(2000, 1000), torch.device("cpu")))) == 1
+    assert list(tape.footprints.values()) == [12]  # three numbers: tanh's outputs, once, serve both layers
+    assert len(portions(tape, asked(torch.randn(5000, 1000), torch.device("cpu")))) == 2
 
 
 def test_inputs_that_are_no_examples_stay_together() -> None:

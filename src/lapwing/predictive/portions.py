@@ -50,15 +50,15 @@ def _small(inputs: Inputs, budget: int) -> bool:
 
 
 def _footprint(tape: Tape, example: Inputs) -> int:
-    """Bytes that a forward pass over one example keeps for its backward pass, without the weights."""
+    """Bytes that a forward pass over one example keeps for its backward pass, without what is there anyway."""
     shapes = tuple(tensor.shape for tensor in example.tensors())
     if shapes not in tape.footprints:
-        weights = {value.untyped_storage().data_ptr() for value in tape.model.parameters()}
+        there = {value.untyped_storage().data_ptr() for value in (*tape.model.parameters(), *example.tensors())}
         kept: dict[int, int] = {}
 
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
+            if storage.data_ptr() not in there:
                 kept[storage.data_ptr()] = storage.nbytes()
             return tensor
 
