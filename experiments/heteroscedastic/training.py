@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from lapwing import Heteroscedastic, Laplace, train_with_evidence
 from lapwing.priors import GaussianPrior
 
 WIDTH, FITS = 50, 60  # hidden units; fits of the evidence when it is learned along the way
-STEPS, MORE, ROUNDS = 1000, 300, 4  # of L-BFGS at first and in every later round; rounds at most
+STEPS, MORE, ROUNDS = 1000, 300, 3  # of L-BFGS at first and in every later round; rounds at most
 LIKELIHOOD = Heteroscedastic()
 _TOO_FAR = 1e10
 
@@ -34,25 +33,33 @@ def network(x: Tensor) -> nn.Sequential:
 
 
 def in_turns(x: Tensor, y: Tensor, starts: Sequence[float]) -> Trained:
-    """Train to a mode by L-BFGS, tune one precision per layer by the evidence (full GGN), train on; until it falls.
+    """Train to a mode by L-BFGS, tune one precision per layer by the evidence (full GGN), train on, and so forth.
 
-    Once from every precision in `starts`; the posterior of the largest evidence of all is kept. The plain network is
-    that of precision 1 without tuning.
+    The precision to begin with and the number of rounds are those that predict a tenth of the training data best, held
+    out for that; then the network is trained anew on all of them. The plain network is that of precision 1, untuned.
     """
-    found: list[tuple[float, Laplace]] = []
-    untuned = {start: _to_a_mode(network(x), x, y, GaussianPrior(start), STEPS) for start in starts}
-    for start, first in untuned.items():
-        model, prior, last = copy.deepcopy(first), GaussianPrior(start), -math.inf
-        for number in range(ROUNDS):
-            if number:
-                model = _to_a_mode(copy.deepcopy(model), x, y, prior, MORE)
-            la = Laplace(model, LIKELIHOOD, "full", prior=prior, progress=False).fit([(x, y)])
-            found.append((float(la.log_evidence()) / len(x), la))
-            if found[-1][0] < last:
-                break
-            last, prior = found[-1][0], la.at().tune_prior(groups="layer").prior  # type: ignore[assignment]
-    evidence, la = max(found, key=lambda pair: pair[0])
-    return Trained(untuned[1.0], la, evidence)
+    order = torch.randperm(len(x))
+    held, kept = order[: len(x) // 10], order[len(x) // 10 :]
+    scores = {
+        (start, number): float(la.predict(x[held]).log_prob(y[held]).mean())
+        for start in starts
+        for number, la in enumerate(_rounds(x[kept], y[kept], start, ROUNDS))
+    }
+    start, number = max(scores, key=lambda choice: scores[choice])
+    plain = _to_a_mode(network(x), x, y, GaussianPrior(1.0), STEPS)
+    *_, la = _rounds(x, y, start, number + 1)
+    return Trained(plain, la, float(la.log_evidence()) / len(x))
+
+
+def _rounds(x: Tensor, y: Tensor, start: float, count: int) -> Iterator[Laplace]:
+    """The posterior at the mode of every round."""
+    model: nn.Module = network(x)
+    prior = GaussianPrior(start)
+    for number in range(count):
+        model = _to_a_mode(copy.deepcopy(model), x, y, prior, MORE if number else STEPS)
+        la = Laplace(model, LIKELIHOOD, "full", prior=prior, progress=False).fit([(x, y)])
+        yield la
+        prior = la.at().tune_prior(groups="layer").prior  # type: ignore[assignment]
 
 
 def _to_a_mode(model: nn.Module, x: Tensor, y: Tensor, prior: GaussianPrior, steps: int) -> nn.Module:
