@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lapwing import Bernoulli, Categorical, Gaussian, InputError, Laplace, Poisson
 from lapwing.decisions import bald, batch_bald, batch_information
@@ -134,7 +135,7 @@ def test_numbers_in_single_precision(d: int) -> None:
 
 def test_rounding_above_the_noise_is_named() -> None:
     """41 weights and outputs 10⁷ times as variable as their noise: after 41 targets float32 has nothing left."""
-    networks_of = {}
+    predicted = {}
     for dtype in (torch.float32, torch.float64):
         draw = generator()
         x, y, pool = (torch.randn(n, k, generator=draw).to(dtype) for n, k in ((2, 3), (2, 1), (60, 3)))
@@ -143,10 +144,10 @@ def test_rounding_above_the_noise_is_named() -> None:
             for parameter in model.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=draw) / 2)
         la = Laplace(model, Gaussian(1e-4), "full", prior=1e-2).fit([(x, y)])
-        networks_of[dtype] = la.predict(3 * pool, joint=True)
+        predicted[dtype] = la.predict(3 * pool, joint=True)
     with pytest.raises(InputError, match=r"rounding exceeds the noise. Use the model in float64 \(model.double\(\)\)"):
-        batch_bald(networks_of[torch.float32], 60)
-    found: Any = networks_of[torch.float64]
+        batch_bald(predicted[torch.float32], 60)
+    found: Any = predicted[torch.float64]
     assert float(batch_bald(found, 60).information[-1]) == pytest.approx(log_det(found, list(range(60))), rel=1e-8)
 
 
@@ -227,6 +228,26 @@ def test_many_candidates_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = batch_bald(joint, 4)
     assert torch.equal(whole.indices, parts.indices)
     torch.testing.assert_close(whole.information, parts.information, rtol=1e-12, atol=0)
+
+
+class Entropies(TorchDispatchMode):
+    """Of how many numbers at a time `−p log p` is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.special_entr.default:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_entropies_of_the_samples_are_taken_once() -> None:
+    """S·N·C numbers before the first choice; then those of 1, 3 and 9 outcomes."""
+    with Entropies() as seen:
+        batch_bald(samples(5, 23, 3), 3)
+    assert seen.sizes == [5 * 23 * 3, 23 * 3, 3 * 23 * 3, 9 * 23 * 3]
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
