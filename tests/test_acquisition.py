@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lapwing import Bernoulli, Categorical, Gaussian, InputError, Laplace, Poisson
 from lapwing.decisions import bald, batch_bald, batch_information
@@ -114,6 +115,42 @@ def test_numbers_against_the_log_determinant(d: int) -> None:
     assert found.information.tolist() == pytest.approx(values, rel=1e-10)
 
 
+@pytest.mark.parametrize("d", [1, 2])
+def test_numbers_in_single_precision(d: int) -> None:
+    """Variances in float32 are those numbers in float64: nothing is rounded on the way."""
+    known, noise = 1e-4 * torch.rand(7, d, generator=generator()), 0.1 + torch.rand(7, d, generator=generator(1))
+    expected = 0.5 * torch.log1p(known.double() / noise.double()).sum(1)
+    prediction = RegressionPrediction(torch.zeros(7, d), noise, known)
+    torch.testing.assert_close(bald(prediction), expected, rtol=1e-14, atol=0)
+    # With a covariance it is log det(I + R), whose rounding is that of 1 whatever R is.
+    together = RegressionPrediction(torch.zeros(7, d), noise, known, torch.diag_embed(known))
+    torch.testing.assert_close(bald(together), expected, rtol=0, atol=1e-15)
+    double = gaussian(8, d)
+    single = JointPrediction(double.mean.float(), double.covariance.float(), Gaussian(0.3), double.noise.float())
+    rounded = JointPrediction(double.mean, single.covariance.double(), Gaussian(0.3), single.noise.double())
+    found, same = batch_bald(single, 5), batch_bald(rounded, 5)
+    assert torch.equal(found.indices, same.indices)
+    torch.testing.assert_close(found.information, same.information, rtol=1e-13, atol=0)
+
+
+def test_rounding_above_the_noise_is_named() -> None:
+    """41 weights and outputs 10⁷ times as variable as their noise: after 41 targets float32 has nothing left."""
+    predicted = {}
+    for dtype in (torch.float32, torch.float64):
+        draw = generator()
+        x, y, pool = (torch.randn(n, k, generator=draw).to(dtype) for n, k in ((2, 3), (2, 1), (60, 3)))
+        model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).to(dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=draw) / 2)
+        la = Laplace(model, Gaussian(1e-4), "full", prior=1e-2).fit([(x, y)])
+        predicted[dtype] = la.predict(3 * pool, joint=True)
+    with pytest.raises(InputError, match=r"rounding exceeds the noise. Use the model in float64 \(model.double\(\)\)"):
+        batch_bald(predicted[torch.float32], 60)
+    found: Any = predicted[torch.float64]
+    assert float(batch_bald(found, 60).information[-1]) == pytest.approx(log_det(found, list(range(60))), rel=1e-8)
+
+
 def test_the_order_does_not_matter() -> None:
     numbers, labels = gaussian(6, 2), samples(5, 6, 3)
     for joint in (numbers, labels):
@@ -193,6 +230,26 @@ def test_many_candidates_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(whole.information, parts.information, rtol=1e-12, atol=0)
 
 
+class Entropies(TorchDispatchMode):
+    """Of how many numbers at a time `−p log p` is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.special_entr.default:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_entropies_of_the_samples_are_taken_once() -> None:
+    """S·N·C numbers before the first choice; then those of 1, 3 and 9 outcomes."""
+    with Entropies() as seen:
+        batch_bald(samples(5, 23, 3), 3)
+    assert seen.sizes == [5 * 23 * 3, 23 * 3, 3 * 23 * 3, 9 * 23 * 3]
+
+
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_from_a_posterior(likelihood: str) -> None:
     x, y = networks.inputs("mlp", 8), networks.targets(likelihood, 8)
@@ -244,9 +301,14 @@ def test_bad_input() -> None:
             batch_bald(joint, size)
     with pytest.raises(InputError, match="max_outcomes must be at least 1"):
         batch_bald(joint, 2, max_outcomes=0)
-    for these in ([], [4], [-1], [1, 1]):
-        with pytest.raises(InputError, match="different ones of the 4 candidates"):
+    wrong: list[Any] = [
+        [], [4], [-1], [1, 1], [0.7, 1], torch.tensor([0.7]), torch.tensor([True, False]), torch.tensor([[0], [1]]),
+        torch.zeros(0, dtype=torch.long),
+    ]  # fmt: skip
+    for these in wrong:
+        with pytest.raises(InputError, match="whole numbers .b. that name different ones of the 4 candidates"):
             batch_information(joint, these)
+    assert torch.equal(batch_information(joint, torch.tensor([2, 0])), batch_information(joint, [2, 0]))
     with pytest.raises(InputError, match=r"candidates together: la.predict\(x, joint=True\), not a ClassPrediction"):
         batch_bald(joint.marginals, 2)
     with pytest.raises(InputError, match="give it prediction.marginals"):
@@ -261,3 +323,10 @@ def test_bad_input() -> None:
         batch_bald(JointPrediction(torch.zeros(2, 1), torch.eye(2), Poisson(), ONE), 1)
     with pytest.raises(InputError, match="hold NaN"):
         batch_bald(JointSamples(torch.full((2, 3, 2), math.nan), Categorical(), ONE), 1)
+    with pytest.raises(InputError, match="hold NaN"):
+        batch_information(JointSamples(torch.full((2, 3, 2), math.nan), Categorical(), ONE), [0, 1])
+    unknown = JointPrediction(torch.zeros(3, 1), torch.full((3, 3), math.nan), Gaussian(1.0), ONE)
+    with pytest.raises(InputError, match="or holds NaN"):
+        batch_bald(unknown, 1)
+    with pytest.raises(InputError, match="or holds NaN"):
+        batch_information(unknown, [0, 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -68,7 +69,7 @@ def test_randomized_scores_are_uniform_under_the_predicted_probabilities() -> No
     """`F(before y) + u·p_y` with y ~ p: the probability integral transform, at every p."""
     n = 40_000
     log_probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).double().log().expand(n, -1)
-    rule = ConformalSets(torch.tensor(1.0), 0.1, 1, "aps")
+    rule = ConformalSets(torch.tensor(1.0), 0.1, 1, 4, "aps")
     y = torch.multinomial(log_probs.exp(), 1, generator=generator())
     drawn = rule.scores(log_probs, generator(1)).gather(1, y).squeeze(1).sort().values
     gap = (drawn - torch.arange(1, n + 1, dtype=torch.float64) / n).abs().max()
@@ -198,15 +199,61 @@ def test_several_outputs_each_by_itself_or_all_at_once() -> None:
         assert float(own.quantile[k]) == float(alone.quantile)
     low, high = own.interval(new)
     inside = (low <= truth) & (truth <= high)
-    # 4 deviations of Beta(800, 200): 0.05.
-    assert inside.double().mean(0).tolist() == pytest.approx([0.8] * 3, abs=0.055)
-    assert float(inside.all(1).double().mean()) == pytest.approx(0.8**3, abs=0.08)
+    # 4 deviations: of a probability c ~ Beta(800, 200), and of counting 100,000 cases; of three outputs at once c₁c₂c₃
+    # with independent c, whose second moment is E[c²]³.
+    mean, spread = 0.8, float(coverage_distribution(999, 0.2).variance)
+    one = 4 * math.sqrt(spread + mean * (1 - mean) / 100_000)
+    three = 4 * math.sqrt((mean**2 + spread) ** 3 - mean**6 + mean**3 * (1 - mean**3) / 100_000)
+    assert inside.double().mean(0).tolist() == pytest.approx([mean] * 3, abs=one)
+    assert float(inside.all(1).double().mean()) == pytest.approx(mean**3, abs=three)
     all_of_them = ConformalIntervals.calibrated(prediction, y, 0.2, simultaneous=True)
     assert all_of_them.quantile.dim() == 0
     low, high = all_of_them.interval(new)
-    assert float(((low <= truth) & (truth <= high)).all(1).double().mean()) == pytest.approx(0.8, abs=0.055)
+    assert float(((low <= truth) & (truth <= high)).all(1).double().mean()) == pytest.approx(mean, abs=one)
     worst = ((y - prediction.mean).abs() / prediction.std).amax(1).sort().values
     assert float(all_of_them.quantile) == float(worst[799])
+
+
+def test_single_precision() -> None:
+    """Predictions in float32 are those numbers in float64, and cover as many of the calibration examples."""
+    mean, std = torch.randn(2, 99, generator=generator())
+    y = mean + std * torch.randn(99, generator=generator(1))
+    single = RegressionPrediction(mean, std.square(), torch.zeros(99))
+    double = RegressionPrediction(mean.double(), std.square().double(), torch.zeros(99).double())
+    for method in ("absolute", "normalized", "quantile"):
+        found, expected = (ConformalIntervals.calibrated(one, y, 0.2, method) for one in (single, double))
+        # √ and the sum mean ± width are rounded in float32, relative to numbers below 10.
+        torch.testing.assert_close(found.quantile, expected.quantile, rtol=1e-6, atol=1e-6)
+        low, high = found.interval(single)
+        assert low.dtype == torch.float64
+        assert int(((low <= y) & (y <= high)).sum()) == 80  # ⌈100·0.8⌉ of the calibration examples themselves
+    logits = torch.randn(1, 99, 4, generator=generator())
+    labels = torch.randint(4, (99,), generator=generator(1))
+    for method in ("aps", "threshold"):
+        rule = ConformalSets.calibrated(ClassPrediction.mixture(logits, 1), labels, 0.2, method, generator=generator())
+        sets = rule.sets(ClassPrediction.mixture(logits, 1), generator())
+        assert int(covered(sets, labels).sum()) == 80
+
+
+@pytest.mark.parametrize("method", ["absolute", "normalized", "quantile"])
+@pytest.mark.parametrize(
+    ("calibrated", "asked", "simultaneous"), [((), (3,), False), ((2,), (300,), True), ((2, 3), (6,), True)]
+)
+def test_intervals_of_other_outputs_are_refused(
+    method: str, calibrated: tuple[int, ...], asked: tuple[int, ...], simultaneous: bool
+) -> None:
+    calibration = numbers(torch.zeros(20, *calibrated), torch.ones(20, *calibrated))
+    y = torch.randn(20, *calibrated, generator=generator(), dtype=torch.float64)
+    rule = ConformalIntervals.calibrated(calibration, y, 0.1, method, simultaneous=simultaneous)
+    assert rule.interval(numbers(torch.zeros(4, *calibrated), torch.ones(4, *calibrated)))[0].shape == (4, *calibrated)
+    with pytest.raises(InputError, match=rf"outputs of shape {re.escape(str(list(calibrated)))}, got "):
+        rule.interval(numbers(torch.zeros(4, *asked), torch.ones(4, *asked)))
+
+
+def test_a_tenth_by_subtraction() -> None:
+    """9 examples are enough for α = 0.1, also if that is written 1 - 0.9."""
+    line, y = numbers([0.0] * 9, [1.0] * 9), torch.arange(9.0)
+    assert float(ConformalIntervals.calibrated(line, y, 1 - 0.9).quantile) == 8
 
 
 def test_counts() -> None:
@@ -250,14 +297,27 @@ def test_bad_input() -> None:
         ConformalSets.calibrated(classes([[math.nan, 1.0]] * 9), torch.zeros(9, dtype=torch.long), 0.1)
     with pytest.raises(InputError, match="means hold NaN"):
         ConformalIntervals.calibrated(numbers([math.nan] * 20, [1.0] * 20), y)
+    unsure = numbers([0.0] * 3, [math.nan] * 3)
+    with pytest.raises(InputError, match="intervals hold NaN"):
+        ConformalIntervals.calibrated(line, y, method="quantile").interval(unsure)
+    rates = CountPrediction.mixture(torch.zeros(1, 20))
+    for method in ("absolute", "normalized", "quantile"):
+        with pytest.raises(InputError, match="means hold NaN"):
+            ConformalIntervals.calibrated(line, y, method=method).interval(numbers([math.nan], [1.0]))
+        with pytest.raises(InputError, match="means hold NaN"):
+            ConformalIntervals.calibrated(rates, y, method=method).interval(
+                CountPrediction.mixture(torch.full((1, 2), math.nan))
+            )
     with pytest.raises(InputError, match="one is 0 or NaN. Use method='absolute'"):
         ConformalIntervals.calibrated(numbers([0.0] * 20, [0.0] * 20), y)
     with pytest.raises(InputError, match="method of conformal sets: 'lac'"):
         ConformalSets.calibrated(THREE, LABELS, 0.4, "lac")
     with pytest.raises(InputError, match="method of conformal intervals"):
         ConformalIntervals.calibrated(line, y, 0.1, "cqr")
-    with pytest.raises(InputError, match="penalty belongs to method='aps'"):
-        ConformalSets.calibrated(THREE, LABELS, 0.4, penalty=1.0)
+    options: list[dict[str, Any]] = [{"penalty": 1.0}, {"free": 3}, {"randomized": False}]
+    for option in options:
+        with pytest.raises(InputError, match="penalty, free and randomized=False belong to method='aps'"):
+            ConformalSets.calibrated(THREE, LABELS, 0.4, **option)
     with pytest.raises(InputError, match="not be negative"):
         ConformalSets.calibrated(THREE, LABELS, 0.4, "aps", penalty=-1.0)
     with pytest.raises(InputError, match=r"one decision per example.*\[1, 2, 2\].*not exchangeable"):
@@ -268,9 +328,12 @@ def test_bad_input() -> None:
         ConformalSets.calibrated(line, LABELS)
     with pytest.raises(InputError, match="for classes use ConformalSets"):
         ConformalIntervals.calibrated(THREE, LABELS)
-    by_class = ConformalSets.calibrated(THREE, LABELS, 0.4, by_class=True)
-    with pytest.raises(InputError, match="Calibrated for 3 classes, got 2"):
-        by_class.sets(classes([[0.5, 0.5]]))
+    for by_class in (False, True):
+        rule = ConformalSets.calibrated(THREE, LABELS, 0.4, by_class=by_class)
+        with pytest.raises(InputError, match="Calibrated for 3 classes, got 2"):
+            rule.sets(classes([[0.5, 0.5]]))
+        with pytest.raises(InputError, match="Calibrated for 3 classes, got 2"):
+            rule.sets(BinaryPrediction.mixture(torch.zeros(1, 5)))
     both = ConformalIntervals.calibrated(numbers(torch.zeros(20, 2), torch.ones(20, 2)), torch.zeros(20, 2))
     with pytest.raises(InputError, match=r"outputs of shape \[2\], got \[3\]"):
         both.interval(numbers(torch.zeros(4, 3), torch.ones(4, 3)))

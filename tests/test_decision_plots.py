@@ -72,8 +72,8 @@ def test_sizes_of_sets() -> None:
     y, truth = (torch.multinomial(one.probs, 1, generator=generator(2)).squeeze(1) for one in (calibration, new))
     alphas = (0.05, 0.3, 0.1)
     rules = {
-        method: [ConformalSets.calibrated(calibration, y, alpha, method, randomized=False) for alpha in alphas]
-        for method in ("threshold", "aps")
+        method: [ConformalSets.calibrated(calibration, y, alpha, method, randomized=randomized) for alpha in alphas]
+        for method, randomized in (("threshold", True), ("aps", False))
     }
     ax: Any = set_sizes(rules, new, truth)
     for (x, height), several in zip(curves(ax)[:2], rules.values(), strict=True):

@@ -1,4 +1,4 @@
-"""Scores for the unfamiliar, and an alarm whose rate of false alarms is exact."""
+"""Scores for the unfamiliar, and an alarm whose false alarms are as rare as it says."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lapwing import InputError
 from lapwing.decisions import OODAlarm, coverage_distribution, ood_score, ranks
 from lapwing.predictive.counts import CountPrediction
 from lapwing.predictive.prediction import BinaryPrediction, ClassPrediction, RegressionPrediction
+from tests.elsewhere import ELSEWHERE, second_device
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -27,6 +28,18 @@ def test_ranks_are_exact(alpha: float) -> None:
         assert (ranks.rank(n, alpha) <= n) == (n >= ranks.fewest(alpha))
     assert ranks.rank(9, 0.7) == 3  # 10·(1 − 0.7) is 3.0000000000000004 in floating point
     assert ranks.rank(99, 0.29) == 71  # and 100·0.29 is 28.999999999999996
+
+
+def test_levels_are_read_to_12_digits() -> None:
+    """1 - 0.9 is 0.09999999999999998 in floating point, at which 9 scores would be too few."""
+    assert (ranks.rank(9, 1 - 0.9), ranks.fewest(1 - 0.9)) == (9, 9)
+    assert ranks.rank(9, 0.1 - 1e-11) == 10  # that is less than a tenth
+    scores = torch.arange(19.0)
+    assert OODAlarm.calibrated(scores, 1 - 0.95).threshold == OODAlarm.calibrated(scores, 0.05).threshold
+    with pytest.raises(InputError, match="too few for a level of 0.1:"):
+        coverage_distribution(8, 1 - 0.9)
+    with pytest.raises(InputError, match="between 0 and 1"):
+        ranks.rank(9, 1 - 1e-15)
 
 
 def test_quantile_and_p_values_by_hand() -> None:
@@ -58,6 +71,39 @@ def test_false_alarms_are_exactly_as_rare_as_said() -> None:
             others = torch.cat([scores[:i], scores[i + 1 :]])
             rung += int(OODAlarm.calibrated(others, rate).rings(scores[i : i + 1]))
         assert rung == math.floor((n + 1) * Fraction(str(rate)))
+
+
+def test_with_ties_false_alarms_are_rarer() -> None:
+    """Each of 20 scores as the new one, five of each value: as many whole groups ring as the rate has room for."""
+    n, scores = 19, (torch.arange(20) // 5).double()
+    for rate, expected in ((0.05, 0), (0.2, 0), (0.25, 5), (0.45, 5), (0.5, 10)):
+        rung = sum(
+            int(OODAlarm.calibrated(torch.cat([scores[:i], scores[i + 1 :]]), rate).rings(scores[i : i + 1]))
+            for i in range(n + 1)
+        )
+        assert rung == expected
+        assert rung <= math.floor((n + 1) * Fraction(str(rate)))
+
+
+def test_answers_are_where_the_scores_are() -> None:
+    calibration, new = torch.rand(99, generator=generator()), torch.rand(7, generator=generator(1))
+    alarm = OODAlarm.calibrated(calibration, 0.3)
+    with second_device():
+        other = OODAlarm.calibrated(calibration.to(ELSEWHERE), 0.3)
+        for one, scores in ((alarm, new.to(ELSEWHERE)), (other, new)):
+            rings, p_values = one.rings(scores), one.p_values(scores)
+            assert rings.device == p_values.device == scores.device
+            assert torch.equal(rings.cpu(), alarm.rings(new))
+            assert torch.equal(p_values.cpu(), alarm.p_values(new))
+
+
+def test_single_precision() -> None:
+    """Scores in float32 are those numbers in float64."""
+    calibration, new = torch.rand(99, generator=generator()), torch.rand(50, generator=generator(1))
+    found, expected = (OODAlarm.calibrated(scores, 0.1) for scores in (calibration, calibration.double()))
+    assert found.threshold == expected.threshold
+    assert torch.equal(found.p_values(new), expected.p_values(new.double()))
+    assert torch.equal(found.rings(calibration), expected.rings(calibration.double()))
 
 
 def test_p_values_are_uniform_on_their_grid() -> None:

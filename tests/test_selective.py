@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lapwing import Bernoulli, CustomLikelihood, InputError, Laplace
+from lapwing import Bernoulli, Categorical, CustomLikelihood, InputError, Laplace
 from lapwing.decisions import RiskCoverage, reject, risk_coverage, score
 from lapwing.predictive.counts import CountPrediction
 from lapwing.predictive.mixture_of_outputs import OutputMixture
 from lapwing.predictive.prediction import BinaryPrediction, ClassPrediction, Prediction, RegressionPrediction
 from tests import networks
+from tests.elsewhere import ELSEWHERE, second_device
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -139,6 +140,9 @@ def test_answers() -> None:
     torch.testing.assert_close(found.risk, expected.risk)
     torch.testing.assert_close(score(prediction), torch.minimum(p, 1 - p))
     assert risk_coverage(prediction, y).risk[-1] == ((p > 0.5) != (y == 1)).double().mean()
+    torch.testing.assert_close(score(prediction, "variance"), p * (1 - p))
+    two = ClassPrediction.mixture(torch.stack([torch.zeros_like(logits), logits], 2), 1)
+    torch.testing.assert_close(score(prediction, "variance"), score(two, "variance") / 2)
 
 
 @pytest.mark.parametrize("output", [(), (1,), (3,)])
@@ -201,6 +205,70 @@ class Laplacian(CustomLikelihood):
         return -(outputs - targets).abs().sum(1)
 
 
+class Broadcast(Laplacian):
+    """One that does not mind how many targets there are."""
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().log_prob(outputs[:1], targets)
+
+
+def test_the_variance_of_logits_counts_their_common_shift() -> None:
+    """tr Σ/C: of logits that move together all of it, though every sample has the same probabilities."""
+    shift = torch.randn(9, 4, 1, generator=generator(), dtype=torch.float64)
+    together = Categorical().predict_samples(shift.expand(9, 4, 3), torch.tensor(1.0))
+    torch.testing.assert_close(score(together, "latent_variance"), shift.var(0, correction=0).squeeze(1))
+    torch.testing.assert_close(score(together, "mutual_information"), torch.zeros(4).double(), rtol=0, atol=1e-15)
+
+
+def test_the_nll_of_a_likelihood_without_a_mean() -> None:
+    outputs = torch.randn(3, 6, 2, generator=generator(), dtype=torch.float64)
+    y = torch.randn(6, 2, generator=generator(1), dtype=torch.float64)
+    mixture = OutputMixture(outputs, Laplacian())
+    found = risk_coverage(mixture, y, risk="nll")
+    nll = -(-(outputs - y).abs().sum(2)).exp().mean(0).log()
+    expected = RiskCoverage.of(outputs.var(0, correction=0).mean(1), nll)
+    torch.testing.assert_close(found.risk, expected.risk)
+    with pytest.raises(InputError, match=r"no method mean\(outputs\)"):
+        risk_coverage(mixture, y)  # the squared error needs one
+    missing = y.clone()
+    missing[2, 1] = math.nan
+    with pytest.raises(InputError, match=r"targets hold NaN or inf, first at \[2, 1\]"):
+        risk_coverage(mixture, missing, risk="nll")
+    with pytest.raises(InputError, match=r"Broadcast.log_prob returned shape \[7\] for 6 examples"):
+        risk_coverage(OutputMixture(outputs, Broadcast()), torch.zeros(7, 2), risk="nll")
+
+
+@pytest.mark.parametrize("risk", [None, "nll"])
+def test_targets_on_another_device(risk: str | None) -> None:
+    labels, answers = torch.randint(4, (40,), generator=generator(3)), torch.randint(2, (40,), generator=generator(3))
+    yes = BinaryPrediction.mixture(torch.randn(3, 40, generator=generator()))
+    rates = CountPrediction.mixture(torch.randn(3, 40, generator=generator()))
+    some: list[tuple[Prediction, Tensor]] = [
+        (classes(), labels), (yes, answers), (numbers(), labels.double()), (rates, labels.float())
+    ]  # fmt: skip
+    if risk == "nll":
+        outputs = torch.randn(3, 40, 2, generator=generator())
+        some.append((OutputMixture(outputs, Laplacian()), torch.zeros(40, 2)))
+    for prediction, y in some:
+        expected = risk_coverage(prediction, y, risk=risk)
+        with second_device():
+            found = risk_coverage(prediction, y.to(ELSEWHERE), risk=risk)
+        assert torch.equal(found.risk, expected.risk)
+
+
+def test_single_precision() -> None:
+    """A prediction in float32 gives the scores of the same numbers in float64, up to its rounding."""
+    logits = 3 * torch.randn(5, 40, 4, generator=generator())
+    single, double = (ClassPrediction.mixture(one, 1) for one in (logits, logits.double()))
+    for kind in ("confidence", "entropy", "variance", "epistemic", "mutual_information"):
+        found = score(single, kind)
+        assert found.dtype == torch.float64
+        # Sums of up to 4 terms of size 1, and a difference of two entropies.
+        torch.testing.assert_close(found, score(double, kind), rtol=0, atol=2e-6)
+    y = torch.randint(4, (40,), generator=generator(1))
+    assert risk_coverage(single, y).area == pytest.approx(risk_coverage(double, y).area, rel=1e-12)  # the same order
+
+
 def test_what_a_prediction_does_not_have_is_named() -> None:
     prediction, y = classes(), torch.zeros(40, dtype=torch.long)
     with pytest.raises(InputError, match="score of a ClassPrediction: 'std'.*Supported: confidence, entropy, epis"):
@@ -232,6 +300,10 @@ def test_bad_input() -> None:
         risk_coverage(prediction, y[1:])
     with pytest.raises(InputError, match=r"targets of shape \[40\] against outputs of \[40, 1\]"):
         risk_coverage(numbers(1), torch.zeros(40))
+    missing = torch.zeros(40, 1).index_fill(0, torch.tensor([3]), math.nan)
+    for risk in ("squared_error", "nll"):
+        with pytest.raises(InputError, match=r"targets hold NaN or inf, first at \[3, 0\]"):
+            risk_coverage(numbers(1), missing, risk=risk)
     with pytest.raises(InputError, match=r"Scores of shape \[40\]"):
         risk_coverage(prediction, y, torch.zeros(3))
     with pytest.raises(InputError, match=r"hold NaN, first at \[2\]"):

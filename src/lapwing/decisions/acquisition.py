@@ -34,7 +34,10 @@ def bald(prediction: Prediction) -> Tensor:
         found = found.flatten(1).sum(1) if found.dim() > 1 else found
     elif isinstance(prediction, RegressionPrediction):
         if prediction.components is None and prediction.noise_entropy is None:
-            found = independent_information(prediction.epistemic, prediction.aleatoric, prediction.covariance)
+            covariance = None if prediction.covariance is None else prediction.covariance.detach().double()
+            found = independent_information(
+                prediction.epistemic.detach().double(), prediction.aleatoric.detach().double(), covariance
+            )
         else:
             found = prediction.uncertainty("entropy").epistemic
             found = found.flatten(1).sum(1) if found.dim() > 1 else found
@@ -117,15 +120,26 @@ def batch_information(
     Exact, or by draws, as in `batch_bald`; at most the sum of their `bald`.
     """
     state = _state(joint, samples, max_outcomes, generator)
-    chosen = [int(index) for index in indices]
-    candidates = len(joint.mean)
-    if not chosen or not all(0 <= index < candidates for index in chosen) or len(set(chosen)) < len(chosen):
-        raise InputError(f"indices must name different ones of the {candidates} candidates, got {chosen}.")
-    total = state.gains()[chosen[0]]
+    chosen = _indices(indices, len(joint.mean))
+    total = check_scores(state.gains(), "The mutual informations")[chosen[0]]
     for before, index in pairwise(chosen):
         state = state.after(before)
-        total = total + state.gains()[index]
+        total = total + check_scores(state.gains(), "The mutual informations")[index]
     return total
+
+
+def _indices(given: Tensor | Sequence[int], candidates: int) -> list[int]:
+    """Those of a list or a tensor `[b]`, if they are whole numbers that name different candidates."""
+    found = torch.as_tensor(given)
+    chosen: list[int] = found.flatten().tolist()
+    whole = found.dim() == 1 and not found.is_floating_point() and found.dtype != torch.bool
+    known = all(0 <= index < candidates for index in chosen)
+    if not (chosen and whole and known) or len(set(chosen)) < len(chosen):
+        raise InputError(
+            f"indices must be whole numbers [b] that name different ones of the {candidates} candidates, got "
+            f"{found.tolist()}."
+        )
+    return chosen
 
 
 def _state(

@@ -36,11 +36,14 @@ class ConformalIntervals:
 
     In "quantile" q may be negative where the prediction's own intervals are too wide, and an interval with low > high
     is empty.
+
+    `output` is the shape of an example's outputs; predictions of another are refused.
     """
 
     quantile: Tensor
     alpha: float
     examples: int
+    output: tuple[int, ...]
     method: str = "normalized"
     simultaneous: bool = False
 
@@ -59,36 +62,35 @@ class ConformalIntervals:
         check_targets(prediction, targets)
         if len(targets) == 0:
             raise InputError("There is no calibration example.")
-        if not bool(torch.isfinite(targets).all()):
-            raise InputError("The targets hold NaN or inf.")
         low, high, unit = _parts(prediction, method, alpha)
-        y = targets.detach().to(low)
+        y, output = targets.detach().to(low), tuple(low.shape[1:])
         scores = torch.maximum(low - y, y - high) / unit
         if simultaneous and scores.dim() > 1:
             scores = scores.flatten(1).amax(1)
         if ranks.rank(len(scores), alpha) > len(scores):
             raise InputError(f"Every interval would be infinite. {ranks.too_few(len(scores), alpha)}")
-        return ConformalIntervals(ranks.quantile(scores, alpha), alpha, len(scores), method, simultaneous)
+        return ConformalIntervals(ranks.quantile(scores, alpha), alpha, len(scores), output, method, simultaneous)
 
     def interval(self, prediction: Prediction) -> tuple[Tensor, Tensor]:
         """`(low, high)`: `[N, *output]` each, in float64."""
         _check(prediction, self.method)
         low, high, unit = _parts(prediction, self.method, self.alpha)
-        if self.quantile.dim() and self.quantile.shape != low.shape[1:]:
-            expected, got = list(self.quantile.shape), list(low.shape[1:])
-            raise InputError(f"Calibrated for outputs of shape {expected}, got {got}.")
+        if low.shape[1:] != self.output:
+            raise InputError(f"Calibrated for outputs of shape {list(self.output)}, got {list(low.shape[1:])}.")
         margin = self.quantile.to(low.device) * unit
         return low - margin, high + margin
 
 
 def _parts(prediction: Prediction, method: str, alpha: float) -> tuple[Tensor, Tensor, Tensor]:
     """The interval to widen, and the unit it is widened in: `[N, *output]` each, float64."""
-    if method == "quantile":
-        low, high = (side.detach().double() for side in prediction.interval(1 - alpha))
-        return low, high, torch.ones_like(low)
     mean = prediction.mean.detach().double()
     if bool(mean.isnan().any()):
         raise InputError("The predicted means hold NaN.")
+    if method == "quantile":
+        low, high = (side.detach().double() for side in prediction.interval(1 - alpha))
+        if bool((low.isnan() | high.isnan()).any()):
+            raise InputError("The predicted intervals hold NaN.")
+        return low, high, torch.ones_like(low)
     if method == "absolute":
         return mean, mean, torch.ones_like(mean)
     std = prediction.std.detach().double()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,11 +34,13 @@ class ConformalSets:
       prediction is less certain. With `penalty` λ > 0, plus `λ·max(0, rank_y − free)`: RAPS (Angelopoulos et al. 2021).
 
     `quantile` is 0-d, or `[C]` by class: infinite, so that the class is in every set, where too few of it were seen.
+    `classes` is C; predictions of other numbers of classes are refused.
     """
 
     quantile: Tensor
     alpha: float
     examples: int
+    classes: int
     method: str = "threshold"
     randomized: bool = True
     penalty: float = 0.0
@@ -66,37 +68,38 @@ class ConformalSets:
             method: "threshold" or "aps".
             by_class: a quantile for every class, for coverage within each.
             randomized: for "aps", draw u; without, u = 1, sets are larger and coverage may be above the upper bound.
-            penalty: λ of RAPS.
+            penalty: λ of RAPS, for "aps".
             free: ranks that RAPS does not penalize.
             generator: the source of u; None consumes torch's global one.
         """
         choose(method, METHODS, "method of conformal sets")
         if penalty < 0 or free < 0:
             raise InputError(f"penalty and free must not be negative, got {penalty} and {free}.")
-        if penalty and method != "aps":
-            raise InputError("penalty belongs to method='aps'.")
+        if method != "aps" and (penalty or free or not randomized):
+            raise InputError("penalty, free and randomized=False belong to method='aps'.")
         log_probs = _log_probs(prediction)
         index, observed = labels(prediction, targets)
         log_probs, index = log_probs[observed], index[observed]
         if len(index) == 0:
             raise InputError("There is no calibration example.")
-        rule = ConformalSets(torch.tensor(torch.inf), alpha, len(index), method, randomized, penalty, free)
+        classes = log_probs.shape[1]
+        rule = ConformalSets(torch.tensor(torch.inf), alpha, len(index), classes, method, randomized, penalty, free)
         own = rule.scores(log_probs, generator).gather(1, index.unsqueeze(1)).squeeze(1)
         if by_class:
-            each = [own[index == label] for label in range(log_probs.shape[1])]
+            each = [own[index == label] for label in range(classes)]
             found = [ranks.quantile(one, alpha) if len(one) else own.new_tensor(torch.inf) for one in each]
             quantile, counts = torch.stack(found), max(len(one) for one in each)
         else:
             quantile, counts = ranks.quantile(own, alpha), len(own)
         if bool(quantile.isinf().all()):
             raise InputError(f"Every set would hold every class. {ranks.too_few(counts, alpha)}")
-        return ConformalSets(quantile, alpha, len(own), method, randomized, penalty, free)
+        return replace(rule, quantile=quantile)
 
     def sets(self, prediction: Prediction, generator: torch.Generator | None = None) -> Tensor:
         """Which classes are in the set of each input: a mask `[N, C]`."""
         log_probs = _log_probs(prediction)
-        if self.quantile.dim() and len(self.quantile) != log_probs.shape[1]:
-            raise InputError(f"Calibrated for {len(self.quantile)} classes, got {log_probs.shape[1]}.")
+        if log_probs.shape[1] != self.classes:
+            raise InputError(f"Calibrated for {self.classes} classes, got {log_probs.shape[1]}.")
         return self.scores(log_probs, generator) <= self.quantile.to(log_probs.device)
 
     def scores(self, log_probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -120,7 +123,7 @@ def labels(prediction: Prediction, targets: Tensor) -> tuple[Tensor, Tensor]:
         index, observed = prediction.targets(targets)
         return index.to(device), observed.to(device)
     assert isinstance(prediction, BinaryPrediction)
-    index = answers(prediction, targets).long().flatten().to(device)
+    index = answers(prediction, targets).long().flatten()
     return index, torch.ones_like(index, dtype=torch.bool)
 
 

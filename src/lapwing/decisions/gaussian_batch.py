@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lapwing.errors import InputError
 from lapwing.predictive.joint import JointPrediction
 
 
@@ -66,7 +67,13 @@ def _information(matrices: Tensor) -> Tensor:
 
 
 def _root(matrices: Tensor) -> Tensor:
-    """The Cholesky factor of `I + R`: `[..., D, D]`."""
+    """The Cholesky factor of `I + R`: `[..., D, D]`; or an error where there is none."""
     eye = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
-    root: Tensor = torch.linalg.cholesky(matrices + eye)
+    root: Tensor
+    root, failed = torch.linalg.cholesky_ex(matrices + eye)
+    if bool(failed.any()) or bool(root.isnan().any()):
+        raise InputError(
+            "The covariance of the outputs in units of the noise is not positive semi-definite, or holds NaN: its "
+            "rounding exceeds the noise. Use the model in float64 (model.double())."
+        )
     return root

@@ -27,7 +27,8 @@ def ood_score(prediction: Prediction, kind: str | None = None) -> Tensor:
     Noise is no sign of a foreign input, so defaults for numbers leave it out; for classes entropy, which keeps it, is
     the common choice, and "mutual_information" the one without. Of numbers in different units "mutual_information"
     alone is a fair mean, for `epistemic/aleatoric` has no unit. `lapwing.metrics.auroc` says how well a score tells two
-    sets apart.
+    sets apart. The "latent_variance" of classes counts a shift common to all logits, which no probability sees; see
+    `lapwing.decisions.score`.
     """
     return per_example(score(prediction, default_kind(prediction) if kind is None else kind))
 
@@ -43,7 +44,7 @@ def default_kind(prediction: Prediction) -> str:
 class OODAlarm:
     """Rings where a score is above a `threshold` that in-distribution scores seldom exceed.
 
-    `scores: [n]` are those it was calibrated on, in ascending order.
+    `scores: [n]` are those it was calibrated on, in ascending order. Answers are where the scores asked about are.
     """
 
     threshold: float
@@ -65,7 +66,7 @@ class OODAlarm:
 
     def rings(self, scores: Tensor) -> Tensor:
         """True where the alarm rings, which is where the p-value is at most `false_alarm_rate`: `[N]`."""
-        return _flat(scores, "The scores").to(self.scores.device) > self.threshold
+        return _flat(scores, "The scores") > self.threshold
 
     def p_values(self, scores: Tensor) -> Tensor:
         """`(1 + #{i: s_i ≥ s})/(n + 1)`: `[N]`. In distribution, `P(p ≤ α) ≤ α` for every α."""

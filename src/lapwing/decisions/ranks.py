@@ -19,6 +19,7 @@ from lapwing.errors import InputError
 def rank(examples: int, alpha: float) -> int:
     """`k = ⌈(n + 1)(1 − α)⌉`, in whole numbers: of 9 scores at α = 0.7 the 3rd, however 1 − 0.7 is rounded.
 
+    α is read to 12 significant digits, so that `1 - 0.9`, which is 0.09999999999999998, is a tenth.
     Above n where n is below `1/α − 1`: then no finite threshold is exceeded that seldom.
     """
     level = _level(alpha)
@@ -43,13 +44,13 @@ def quantile(scores: Tensor, alpha: float) -> Tensor:
 
 
 def p_values(calibration: Tensor, scores: Tensor) -> Tensor:
-    """`(1 + #{i: s_i ≥ s})/(n + 1)` for calibration scores `[n]` and each s of `scores`: of the shape of `scores`.
+    """`(1 + #{i: s_i ≥ s})/(n + 1)` for calibration scores `[n]` and each s of `scores`: of their shape and device.
 
     For an s exchangeable with the s_i, `P(p ≤ α) ≤ α` at every α.
     """
     check_scores(calibration, "The calibration scores")
-    ordered = calibration.sort().values
-    below = torch.searchsorted(ordered, scores.to(ordered).contiguous(), side="left")
+    ordered = calibration.to(scores.device).sort().values
+    below = torch.searchsorted(ordered, scores.to(ordered.dtype).contiguous(), side="left")
     return (1 + len(ordered) - below).double() / (len(ordered) + 1)
 
 
@@ -67,13 +68,14 @@ def coverage_distribution(examples: int, alpha: float) -> Beta:
 def too_few(examples: int, alpha: float) -> str:
     """What to say where n is too small."""
     return (
-        f"{examples} calibration scores are too few for a level of {alpha}: the threshold would be infinite. It takes "
-        f"at least {fewest(alpha)}, or a level of at least 1/{examples + 1}."
+        f"{examples} calibration scores are too few for a level of {alpha:.12g}: the threshold would be infinite. It "
+        f"takes at least {fewest(alpha)}, or a level of at least 1/{examples + 1}."
     )
 
 
 def _level(alpha: float) -> Fraction:
-    """The number as it is written: 0.1 is a tenth."""
-    if not 0 < alpha < 1:
+    """The number as it is written, to 12 significant digits: 0.1 is a tenth, and so is 1 - 0.9."""
+    written = f"{float(alpha):.12g}"
+    if not 0 < float(written) < 1:
         raise InputError(f"A level must be between 0 and 1, exclusively, got {alpha}.")
-    return Fraction(repr(float(alpha)))
+    return Fraction(written)

@@ -18,13 +18,15 @@ _HELD = 2**23  # numbers at once
 class SampledBatch:
     """The labels of N candidates given those of the chosen ones, under S equally likely samples of the weights.
 
-    `probs: [S, N, C]` are the class probabilities of each sample. The labels of the chosen ones have M outcomes m with
-    probabilities `weights: [M]`; `beliefs: [S, M]` are S times the posterior probabilities of the samples given an
-    outcome, by Bayes' rule. As long as there are at most `most` outcomes they are all of them, and everything is exact
-    for these samples; then `most` of them are drawn (systematic resampling, unbiased), with equal weights.
+    `probs: [S, N, C]` are the class probabilities of each sample and `entropies: [S, N]` theirs. The
+    labels of the chosen ones have M outcomes m with probabilities `weights: [M]`; `beliefs: [S, M]` are S times the
+    posterior probabilities of the samples given an outcome, by Bayes' rule. As long as there are at most `most`
+    outcomes they are all of them, and everything is exact for these samples; then `most` of them are drawn (systematic
+    resampling, unbiased), with equal weights.
     """
 
     probs: Tensor
+    entropies: Tensor
     weights: Tensor
     beliefs: Tensor
     most: int
@@ -34,7 +36,8 @@ class SampledBatch:
     def of(joint: JointSamples, most: int, generator: torch.Generator | None) -> SampledBatch:
         """Nothing chosen yet: one outcome, under which all samples are as likely as before."""
         probs = _probabilities(joint)
-        return SampledBatch(probs, probs.new_ones(1), probs.new_ones(len(probs), 1), most, generator)
+        entropies = torch.special.entr(probs).sum(2)
+        return SampledBatch(probs, entropies, probs.new_ones(1), probs.new_ones(len(probs), 1), most, generator)
 
     def gains(self) -> Tensor:
         """`I(y_n; θ | chosen) = Σ_m w_m {H[y_n|m] − E[H[y_n|θ_s] | m]}`: what each label adds, in nats: `[N]`.
@@ -48,7 +51,7 @@ class SampledBatch:
             found = (self.beliefs.T / samples) @ part.flatten(1)  # p(y_n = c | m): [M, n·C]
             entropy = torch.special.entr(found).unflatten(1, (-1, classes)).sum(2)
             total.append(self.weights @ entropy)
-        within: Tensor = (self.beliefs @ self.weights / samples) @ torch.special.entr(self.probs).sum(2)
+        within: Tensor = (self.beliefs @ self.weights / samples) @ self.entropies
         return (torch.cat(total) - within).clamp(min=0)  # equal entropies differ by rounding
 
     def after(self, candidate: int) -> SampledBatch:

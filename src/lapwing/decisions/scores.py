@@ -51,10 +51,17 @@ def score(prediction: Prediction, kind: str | None = None) -> Tensor:
     | --- | --- | --- |
     | "confidence" | `1 − max_c p_c` (default) | |
     | "entropy" | `−Σ p log p` | differential entropy (not of counts) |
-    | "variance" | `Σ_c p_c(1 − p_c)` | total variance (default) |
+    | "variance" | `Σ_c p_c(1 − p_c)` of classes, `p(1 − p)` of yes or no | total variance (default) |
     | "epistemic" | the epistemic part of the entropy | the epistemic part of the variance |
     | "mutual_information" | between label and weights | between target and weights (not of counts) |
     | "latent_variance" | mean variance of the logits | variance of the log-rate (counts alone) |
+
+    "variance" is that of `prediction.variance`: of a yes or no half of what it would be with two classes.
+
+    "latent_variance" of classes is `tr Σ/C` of the logits' covariance Σ. It counts their common shift, `1ᵀΣ1/C²`, which
+    moves no probability: an input where all logits are uncertain together has a high score. Without that part it would
+    take the covariances between classes, which closed-form links leave out for many outputs, and the score would mean
+    different things for different methods. Predictions of a `Mixture` do not know it.
 
     A `CustomLikelihood` has "latent_variance" (default), the mean variance of its outputs, and what of "epistemic" and
     "variance" its methods give.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lapwing.decisions.scores import check_scores, per_example, score
 from lapwing.errors import InputError, choose
+from lapwing.predictive.mixture_of_outputs import OutputMixture
 from lapwing.predictive.prediction import BinaryPrediction, ClassPrediction, Prediction
 
 
@@ -84,7 +85,7 @@ def risk_coverage(
 
     Args:
         prediction: of classes or yes or no (a decision per position), or of numbers or counts (a decision per example).
-        targets: as for `prediction.log_prob`. Positions with `ignore_index` are left out.
+        targets: as for `prediction.log_prob`, on any device. Positions with `ignore_index` are left out.
         score: by name, see `lapwing.decisions.score`; or a tensor with one number per decision, higher where less
             certain.
         risk: the loss of a decision: "error" (0 or 1, the default) or "nll" for classes; "squared_error" (mean over the
@@ -124,7 +125,7 @@ def _losses(prediction: Prediction, targets: Tensor, risk: str | None) -> tuple[
     if isinstance(prediction, ClassPrediction | BinaryPrediction):
         chosen = choose(risk, ("error", "nll"), what)
         if isinstance(prediction, ClassPrediction):
-            index, observed = prediction.targets(targets)
+            index, observed = prediction.targets(targets.to(prediction.log_probs.device))
             picked = prediction.log_probs.gather(prediction.dim, index.unsqueeze(prediction.dim))
             losses = prediction.labels != index if chosen == "error" else -picked.squeeze(prediction.dim)
             return losses.detach().double(), observed
@@ -133,24 +134,48 @@ def _losses(prediction: Prediction, targets: Tensor, risk: str | None) -> tuple[
         losses = prediction.labels != truth if chosen == "error" else -picked
         return losses.detach().double(), torch.ones_like(truth)
     chosen = choose(risk, ("squared_error", "nll"), what)
-    check_targets(prediction, targets)
-    losses = -prediction.log_prob(targets) if chosen == "nll" else per_example((prediction.mean - targets).square())
+    if isinstance(prediction, OutputMixture) and chosen == "nll":
+        losses = _own_nll(prediction, targets)
+    else:
+        check_targets(prediction, targets)
+        targets = targets.to(prediction.mean.device)
+        losses = -prediction.log_prob(targets) if chosen == "nll" else per_example((prediction.mean - targets).square())
     return losses.detach().double(), torch.ones_like(losses, dtype=torch.bool)
 
 
+def _own_nll(prediction: OutputMixture, targets: Tensor) -> Tensor:
+    """`−log p(y_n)` by a user's likelihood, `[N]`: it alone knows what targets are like, and may have no mean."""
+    _check_finite(targets)
+    losses, examples = -prediction.log_prob(targets.to(prediction.outputs.device)), prediction.outputs.shape[1]
+    if losses.shape != (examples,):
+        raise InputError(
+            f"{prediction.likelihood.name}.log_prob returned shape {list(losses.shape)} for {examples} examples and "
+            f"targets of shape {list(targets.shape)}; it must return one value for each example."
+        )
+    return losses
+
+
 def answers(prediction: BinaryPrediction, targets: Tensor) -> Tensor:
-    """Targets 0 or 1 of the shape of the outputs, as booleans; or an error."""
+    """Targets 0 or 1 of the shape of the outputs, as booleans where the outputs are; or an error."""
     check_targets(prediction, targets)
     if not bool(((targets == 0) | (targets == 1)).all()):
         raise InputError("Targets of yes or no are 0 or 1.")
-    return targets.to(torch.bool)
+    return targets.to(prediction.log_yes.device, torch.bool)
 
 
 def check_targets(prediction: Prediction, targets: Tensor) -> None:
-    """An error unless there is a target for each output."""
+    """An error unless there is a finite target for each output."""
     expected = prediction.log_yes.shape if isinstance(prediction, BinaryPrediction) else prediction.mean.shape
     if targets.shape != expected:
         raise InputError(f"targets of shape {list(targets.shape)} against outputs of {list(expected)}.")
+    _check_finite(targets)
+
+
+def _check_finite(targets: Tensor) -> None:
+    """An error that says where a target is NaN or infinite."""
+    wrong = ~torch.isfinite(targets)
+    if bool(wrong.any()):
+        raise InputError(f"The targets hold NaN or inf, first at {wrong.nonzero()[0].tolist()}. Leave those out.")
 
 
 def _each(losses: Tensor) -> tuple[Tensor, Tensor]:
