@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lapwing import CustomLikelihood, Ensemble, Gaussian, Heteroscedastic, InputError, Laplace, Poisson
+from lapwing import CustomLikelihood, Ensemble, ExportWarning, Gaussian, Heteroscedastic, InputError, Laplace, Poisson
 from tests import networks
 
 SAMPLES = 4
@@ -57,6 +57,7 @@ def test_probabilities_are_those_of_a_loop_over_copies(network: str) -> None:
     assert float((ensemble(x) - la.predict(x, method="sampled", samples=weights).probs).abs().max()) < ROUNDING
 
 
+@pytest.mark.filterwarnings("ignore::lapwing.ExportWarning")
 @pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")  # torch's own, of recurrent layers
 @pytest.mark.parametrize(
     "network",
@@ -115,6 +116,7 @@ def test_moments_are_those_of_the_mixture(kind: str) -> None:
     assert torch.allclose(single[1].double(), total, rtol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore::lapwing.ExportWarning")
 def test_a_file_of_the_exported_program_needs_no_lapwing(tmp_path: Path) -> None:
     ensemble = Ensemble.of(posterior("batchnorm"), SAMPLES)
     x = networks.inputs("batchnorm", 7, seed=5)
@@ -157,6 +159,7 @@ def test_of_a_last_layer_it_is_the_linearized_predictive() -> None:
     assert float((Ensemble.of(la, weights)(x) - expected).abs().max()) < ROUNDING
 
 
+@pytest.mark.filterwarnings("ignore::lapwing.ExportWarning")
 @pytest.mark.parametrize("chunk", [1, 3, 4, 10])
 def test_chunks_change_nothing(chunk: int) -> None:
     la = posterior("cnn")
@@ -269,13 +272,110 @@ def test_a_compiled_model_is_taken_without_its_wrapper() -> None:
 def test_center_and_draws() -> None:
     la = posterior(kind=Gaussian(0.5))
     x = networks.inputs("mlp", 5)
+    means = []
     for center in ("network", "newton"):
-        found, _ = Ensemble.of(la, 3, torch.Generator().manual_seed(1), center)(x)
-        expected = la.predict(x, method="sampled", samples=3, generator=torch.Generator().manual_seed(1), center=center)
+        weights = la.at(center=center).sample(SAMPLES, torch.Generator().manual_seed(1))
+        found, _ = Ensemble.of(la, SAMPLES, torch.Generator().manual_seed(1), center)(x)
+        assert torch.allclose(found, by_hand(la, weights, x).mean(0), rtol=ROUNDING)
+        means.append(found)
         # predict draws one set of weights at a time, the ensemble all at once
-        weights = la.at(center=center).sample(3, torch.Generator().manual_seed(1))
-        assert torch.allclose(found, la.predict(x, method="sampled", samples=weights).mean, rtol=ROUNDING)
-        assert expected.mean.shape == found.shape
+        generator = torch.Generator().manual_seed(1)
+        each = [la.at(center=center).sample(1, generator) for _ in range(3)]
+        one_by_one = {name: torch.cat([drawn[name] for drawn in each]) for name in weights}
+        expected = la.predict(x, method="sampled", samples=3, generator=generator.manual_seed(1), center=center)
+        mean, variance = Ensemble.of(la, one_by_one)(x)
+        assert torch.allclose(mean, expected.mean, rtol=ROUNDING)
+        assert torch.allclose(variance, expected.variance, rtol=1e-9)
+    assert not torch.allclose(means[0], means[1], rtol=0.01)
+    for drawn in ({"generator": torch.Generator()}, {"center": "newton"}):
+        with pytest.raises(InputError, match="draws nothing where it is given weights"):
+            Ensemble.of(la, weights, **drawn)  # type: ignore[arg-type]
+
+
+def test_the_noise_is_what_the_likelihood_takes_it_for() -> None:
+    model, x = nn.Linear(3, 2).double(), networks.inputs("mlp", 5)
+    weights = {name: value.detach().unsqueeze(0).clone() for name, value in model.named_parameters()}
+
+    def variance(likelihood: Any, noise: Any = None) -> list[float]:
+        _, found = Ensemble(model, likelihood, weights, noise, parallel=False)(x)
+        return found[0].tolist()  # type: ignore[no-any-return]
+
+    assert variance(Gaussian(0.3)) == pytest.approx([0.3, 0.3], rel=1e-12)
+    assert variance(Gaussian(0.3), 2.0) == pytest.approx([2, 2], rel=1e-12)
+    assert variance(Gaussian([1.0, 4.0])) == pytest.approx([1, 4], rel=1e-12)
+    assert variance(Gaussian([1.0, 4.0]), 2.0) == pytest.approx([2, 8], rel=1e-12)
+    assert variance(Gaussian([1.0, 4.0]), torch.tensor([2.0, 8.0])) == pytest.approx([2, 8], rel=1e-12)
+    for likelihood in (Gaussian(1.0), Gaussian([1.0, 3.0])):
+        with pytest.raises(InputError, match="ratios of the noise variances"):
+            variance(likelihood, torch.tensor([2.0, 8.0]))
+    for kind in ("classification", "binary", "heteroscedastic", "poisson"):
+        with pytest.raises(InputError, match="no noise to set"):
+            variance(kind, 2.0)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).masked_fill(torch.tensor([False, False, True]), -torch.inf)
+
+
+class Unlike(nn.Module):
+    """Other results under vmap than in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + float(torch._C._functorch.is_batchedtensor(self.linear.weight))
+
+
+def test_masked_classes_are_no_difference_and_a_difference_is_one() -> None:
+    x = networks.inputs("mlp", 5)
+    for model, parallel in ((Masked().double(), True), (Unlike().double(), False)):
+        weights = {name: torch.stack([value.detach(), 2 * value.detach()]) for name, value in model.named_parameters()}
+        ensemble = Ensemble(model, "classification", weights, example=x)
+        assert ensemble.parallel == parallel, ensemble
+        assert ("differ from those of a loop" in repr(ensemble)) == (not parallel)
+        outputs = [torch.func.functional_call(model, {k: v[s] for k, v in weights.items()}, x) for s in range(2)]
+        expected = torch.stack(outputs).softmax(-1).mean(0)
+        assert float((ensemble(x) - expected).detach().abs().max()) < ROUNDING
+
+
+def test_wrong_dtypes_are_named_with_the_fix() -> None:
+    la = posterior()
+    weights, x = drawn(la), networks.inputs("mlp", 5)
+    for ensemble in (Ensemble.of(la, weights), Ensemble.of(la, weights, parallel=False)):
+        for call in (ensemble, ensemble.predict, ensemble.outputs):
+            with pytest.raises(InputError, match=r"input of dtype torch.float32, its weights are torch.float64"):
+                call(x.float())
+        with pytest.raises(RuntimeError, match="[Ss]ize|shape"):
+            ensemble(x[:, :2])
+    with pytest.raises(InputError, match="input of dtype torch.float32"):
+        Ensemble.of(la, weights, example=x.float())
+    with pytest.raises(InputError, match=r"'0.weight' are torch.float32, in the model it is torch.float64"):
+        Ensemble.of(la, {name: value.float() for name, value in weights.items()})
+
+
+def test_a_data_parallel_model_is_taken_without_its_wrapper() -> None:
+    model, x = networks.make("mlp"), networks.inputs("mlp", 6)
+    wrapped = nn.DataParallel(model)
+    la = Laplace(wrapped, "classification", "diag").fit([(x, networks.targets("classification", 6))])
+    weights = drawn(la)
+    expected = by_hand(la, weights, x).softmax(-1).mean(0)
+    for ensemble in (Ensemble.of(la, weights), Ensemble(wrapped, "classification", weights, example=x)):
+        assert float((ensemble(x) - expected).abs().max()) < ROUNDING
+
+
+def test_an_export_that_is_no_longer_parallel_says_so() -> None:
+    la, x = posterior("batchnorm"), networks.inputs("batchnorm", 6)
+    with pytest.warns(ExportWarning, match=f"its {SAMPLES} samples one after another.*parallel=False") as caught:
+        Ensemble.of(la, SAMPLES).export(x)
+    assert caught[0].filename == __file__
+    Ensemble.of(la, SAMPLES, parallel=False).export(x)
 
 
 class Laplacian(CustomLikelihood):

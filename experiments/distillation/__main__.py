@@ -173,7 +173,7 @@ def run(seed: int) -> Run:
     images = list(x.split(50))
     letters = data.foreign("notmnist", 10_000)[::5].split(34)
     beside = [torch.cat(pair) for pair in zip(images, letters, strict=False)]
-    fresh = {"method": "sampled", "samples": 2}
+    fresh = {"predict": {"method": "sampled", "samples": 2}}
     lessons: list[tuple[str, Any, Predict, list[Tensor], dict[str, Any]]] = [
         ("student of the plain network", alone, alone, images, {"once": True}),
         ("student of linearized", linear, linear.predict, images, {"once": True}),

@@ -9,6 +9,7 @@ from lapwing.errors import (
     ComparisonWarning,
     ConvergenceWarning,
     DataWarning,
+    ExportWarning,
     FileError,
     IndefiniteWarning,
     InputError,
@@ -40,7 +41,7 @@ from lapwing.version import __version__
 __all__ = [
     "Averaged", "Bernoulli", "Categorical", "Comparison", "ComparisonWarning", "ConvergenceWarning",
     "CustomLikelihood", "DataWarning", "Distillation", "DrawnPosterior", "Ensemble", "EvidenceInTheLoop",
-    "FactoredDamping", "FileError", "FunctionSpace", "Gaussian", "GaussianPrior", "Heteroscedastic",
+    "ExportWarning", "FactoredDamping", "FileError", "FunctionSpace", "Gaussian", "GaussianPrior", "Heteroscedastic",
     "IndefiniteWarning", "InputError", "Laplace", "LapwingError", "MeanVariance", "Mixture", "NotFittedError",
     "Poisson", "Prediction", "Pruning", "PruningWarning", "Subnetwork", "TuningWarning", "__version__", "compare",
     "decisions", "diagnostics", "distill", "priors", "prune", "sample_by_optimization", "train_with_evidence",

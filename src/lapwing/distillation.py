@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map_only
 
 from lapwing import likelihoods
 from lapwing.batches import Inputs, ReadOutput, Unpack, asked, outputs_of
@@ -24,10 +24,12 @@ from lapwing.likelihoods import Bernoulli, Categorical, Heteroscedastic, Likelih
 from lapwing.likelihoods.pairs import PairLikelihood
 from lapwing.mixture import Mixture
 from lapwing.predictive.counts import CountPrediction
-from lapwing.predictive.divergence import divergence
+from lapwing.predictive.divergence import divergence, essence
+from lapwing.predictive.options import predict_options
 from lapwing.predictive.prediction import BinaryPrediction, ClassPrediction, Prediction, RegressionPrediction
 from lapwing.progress import bar
 from lapwing.sampling import DrawnPosterior
+from lapwing.training.loop import step, training
 from lapwing.weights import trainable
 
 Predict = Callable[[Any], Prediction]
@@ -57,6 +59,7 @@ def distill(
     epochs: int,
     likelihood: str | Likelihood | None = None,
     *,
+    predict: Mapping[str, Any] | None = None,
     augment: Callable[[Any, torch.Generator | None], Any] | None = None,
     once: bool = False,
     optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
@@ -65,7 +68,6 @@ def distill(
     output: ReadOutput | None = None,
     generator: torch.Generator | None = None,
     progress: bool = True,
-    **how: Any,
 ) -> Distillation:
     """Train `student` in place until it predicts what `teacher` predicts (Balan et al. 2015).
 
@@ -73,9 +75,9 @@ def distill(
     the student's: `Σ p log(p/q)` for classes and for yes or no; for numbers that of the Gaussian with the teacher's
     mean and variance, which is what a Gaussian student can learn of any p. Targets in the loader are not looked at.
 
-    The gradient is linear in p. With `method="sampled", samples=1` the teacher is one weight sample, drawn anew for
-    every batch, and the gradient is that of the whole posterior on average; the loss then does not go to 0, since the
-    samples differ among themselves.
+    The gradient is linear in p. With `predict={"method": "sampled", "samples": 1}` the teacher is one weight sample,
+    drawn anew for every batch, and the gradient is that of the whole posterior on average; the loss then does not go to
+    0, since the samples differ among themselves.
 
     Args:
         teacher: a fitted `Laplace`, `Mixture` or `FunctionSpace`, a `DrawnPosterior`, an `Ensemble`, or a function
@@ -88,24 +90,26 @@ def distill(
         likelihood: what the student's outputs mean; by default `Categorical`, `Bernoulli` or `Poisson`, as the teacher,
             and for numbers `Heteroscedastic`: two outputs per target, for mean and variance. "regression" is the mean
             alone.
+        predict: options of `teacher.predict` by name, such as its method; for a function there are none.
         augment: `fn(x, generator) -> x` changes the inputs of a batch, for teacher and student alike, such as by noise;
-            it may return more of them.
+            it may return more of them. x, here and for a function as teacher, is a tensor, a tuple of positional or a
+            dict of keyword arguments; `lapwing.batches.Inputs(args, kwargs)` where `unpack` gives both kinds.
         once: ask the teacher in the first epoch only and keep inputs and predictions, whose batches later epochs see in
             random order: for teachers that cost much more than the student.
         optimizer: `fn(parameters) -> Optimizer`, by default `torch.optim.Adam`.
         scheduler: `fn(optimizer) -> scheduler` of the learning rate, stepped after every epoch.
         unpack: `fn(batch) -> (args, kwargs, target)` for other batches.
         output: `fn(returned) -> tensor [N, ...]` for students that return neither a tensor nor `.logits`.
-        generator: the source of randomness of the teacher, `augment` and `once`; None consumes torch's global one.
+        generator: the source of randomness of the teacher (unless `predict` has one), `augment` and `once`; None
+            consumes torch's global one.
         progress: show a bar where it takes longer than two seconds.
-        **how: arguments of `teacher.predict`: method, link, samples, center.
 
     Examples:
         >>> import torch
         >>> from lapwing import Laplace, distill
         >>> data = [(torch.randn(8, 3), torch.randint(2, (8,)))]
         >>> la = Laplace(torch.nn.Linear(3, 2), "classification", progress=False).fit(data)
-        >>> distilled = distill(la, torch.nn.Linear(3, 2), data, epochs=5, method="sampled", samples=1)
+        >>> distilled = distill(la, torch.nn.Linear(3, 2), data, epochs=5, predict={"method": "sampled", "samples": 1})
         >>> len(distilled.losses), distilled.predict(torch.randn(4, 3)).probs.shape
         (5, torch.Size([4, 2]))
     """
@@ -116,11 +120,11 @@ def distill(
     steps = (optimizer or torch.optim.Adam)(parameters)
     schedule = None if scheduler is None else scheduler(steps)
     lessons = _Lessons(
-        _predictor(teacher, generator, how), loader, augment, once, unpack, generator, parameters[0].device
+        _predictor(teacher, generator, predict), loader, augment, once, unpack, generator, parameters[0].device
     )
     meaning = None if likelihood is None else likelihoods.resolve(likelihood)
-    losses = []
-    with _training(student):
+    losses: list[float] = []
+    with training(student):
         for epoch in bar(range(epochs), "distillation", progress):
             total = count = 0.0
             for inputs, target in lessons:
@@ -130,7 +134,8 @@ def distill(
                 terms = divergence(target, _prediction(meaning, outputs))
                 loss = terms.mean()
                 if not bool(torch.isfinite(loss)):
-                    raise InputError(f"distill: the loss is {loss.item()} in epoch {epoch}. Use a lower learning rate.")
+                    first = not losses and count == 0
+                    raise InputError(f"distill: the loss is {loss.item()} in epoch {epoch}. {_cause(target, first)}")
                 steps.zero_grad()
                 loss.backward()
                 steps.step()
@@ -140,8 +145,7 @@ def distill(
                     f"The loader yielded nothing in epoch {epoch}; it must be one that can be read again and again."
                 )
             losses.append(total / count)
-            if schedule is not None:
-                schedule.step()
+            step(schedule, losses[-1])
     steps.zero_grad()
     return Distillation(student, cast(Likelihood, meaning), tuple(losses), output)
 
@@ -168,42 +172,54 @@ class _Lessons:
         made = []
         for batch in self.loader:
             x = _question(batch, self.unpack)
-            x = x if self.augment is None else self.augment(x, self.generator)
+            x = _detached(x if self.augment is None else self.augment(x, self.generator))
             with torch.no_grad():
-                lesson = asked(x, self.device), self.predict(x)
+                inputs, target = asked(x, self.device), self.predict(x)
             if self.once:
-                made.append(lesson)
-            yield lesson
+                target = essence(target)
+                made.append((inputs, target))
+            yield inputs, target
         self.kept = made
 
 
 def _question(batch: Any, unpack: Unpack | None) -> Any:
-    """The inputs of a batch as `predict` takes them: a tensor, a tuple or a mapping."""
+    """The inputs of a batch as `predict` takes them: a tensor, a tuple or a dict; `Inputs` of both."""
+    kwargs: dict[str, Any] = {}
     if unpack is not None:
         args, kwargs, _ = unpack(batch)
-        return Inputs(tuple(args), dict(kwargs))
-    if isinstance(batch, Mapping):
-        return {key: value for key, value in batch.items() if key != "labels"}
-    if isinstance(batch, tuple | list):
-        args = tuple(batch[:-1]) if len(batch) > 1 else tuple(batch)
-        return args[0] if len(args) == 1 else args
-    return batch
+    elif isinstance(batch, Mapping):
+        args, kwargs = (), {key: value for key, value in batch.items() if key != "labels"}
+    elif isinstance(batch, tuple | list):
+        args = tuple(batch[:-1] or batch)
+    else:
+        args = (batch,)
+    if kwargs:  # of a mapping `predict` would leave out the labels
+        return Inputs(tuple(args), dict(kwargs)) if args or "labels" in kwargs else dict(kwargs)
+    return args[0] if len(args) == 1 and not isinstance(args[0], tuple | list | Mapping) else tuple(args)
 
 
-def _predictor(teacher: Teacher, generator: torch.Generator | None, how: dict[str, Any]) -> Predict:
+def _detached(x: Any) -> Any:
+    """Without a graph, so that training ends at the inputs."""
+    if isinstance(x, Inputs):
+        return Inputs(_detached(x.args), _detached(x.kwargs))
+    return tree_map_only(Tensor, Tensor.detach, dict(x) if isinstance(x, Mapping) else x)
+
+
+def _predictor(teacher: Teacher, generator: torch.Generator | None, given: Mapping[str, Any] | None) -> Predict:
+    if not isinstance(teacher, Laplace | Mixture | FunctionSpace | DrawnPosterior | Ensemble):
+        if given:
+            raise InputError(f"A function as teacher takes x alone: put {', '.join(given)} into it.")
+        return teacher
+    options = predict_options(teacher.predict, given)
     if isinstance(teacher, Laplace | Mixture | FunctionSpace):
-        return partial(teacher.predict, generator=generator, **how)
-    if isinstance(teacher, DrawnPosterior | Ensemble):
-        return partial(teacher.predict, **how)
-    if how:
-        raise InputError(f"A function as teacher takes x alone: put {', '.join(how)} into it.")
-    return teacher
+        options = {"generator": generator} | options
+    return partial(teacher.predict, **options)
 
 
 def _meaning(prediction: Prediction) -> Likelihood:
     """The likelihood whose p(y|f) can say what the prediction says."""
     if isinstance(prediction, ClassPrediction):
-        return Categorical(prediction.dim)
+        return Categorical(prediction.dim, prediction.ignore_index)
     if isinstance(prediction, BinaryPrediction):
         return Bernoulli()
     if isinstance(prediction, RegressionPrediction):
@@ -231,9 +247,25 @@ def _check_shape(teacher: Prediction, likelihood: Likelihood, outputs: Tensor) -
         )
 
 
+def _cause(target: Prediction, first: bool) -> str:
+    """What made the loss NaN or infinite, and the fix; `first` if no step was taken yet."""
+    if not bool(torch.isfinite(divergence(target, target)).all()):
+        return "The teacher's prediction is not finite there, or has a variance of 0: look at teacher.predict(x)."
+    if first:
+        return (
+            "No step was taken yet: the student's outputs are not finite, or rule out what the teacher does not. "
+            "Look at student(x)."
+        )
+    return "Use a lower learning rate."
+
+
 def _check_apart(teacher: Teacher, student: nn.Module) -> None:
-    owners = teacher.members if isinstance(teacher, Mixture) else (teacher,)
-    models = [owner.model for owner in owners if isinstance(owner, Laplace | FunctionSpace | Ensemble)]
+    owner = getattr(teacher, "__self__", teacher)  # of a method such as la.predict
+    models = [
+        one.ggn.model if isinstance(one, DrawnPosterior) else one.model
+        for one in (owner.members if isinstance(owner, Mixture) else (owner,))
+        if isinstance(one, Laplace | FunctionSpace | DrawnPosterior | Ensemble)
+    ]
     held = {id(parameter) for model in models for parameter in model.parameters()}
     shared = [name for name, parameter in student.named_parameters() if id(parameter) in held]
     if shared:
@@ -241,16 +273,3 @@ def _check_apart(teacher: Teacher, student: nn.Module) -> None:
             f"{shared[0]!r} of the student is a parameter of the teacher, which training would change. Start from a "
             "copy: copy.deepcopy(la.model)."
         )
-
-
-@contextmanager
-def _training(student: nn.Module) -> Iterator[None]:
-    """Train mode as a whole, unless the student is in train mode, whose parts then stay as they are; put back."""
-    modes = [(module, module.training) for module in student.modules()]
-    try:
-        if not student.training:
-            student.train()
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

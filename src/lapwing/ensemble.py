@@ -6,7 +6,8 @@ import copy
 import inspect
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from lapwing import likelihoods
 from lapwing.batches import Inputs, ReadOutput, asked, outputs_of
-from lapwing.errors import InputError, positive
+from lapwing.errors import ExportWarning, InputError, positive, warn
 from lapwing.examples import few_examples
 from lapwing.guard import one_attention
 from lapwing.laplace import Laplace
@@ -24,6 +25,7 @@ from lapwing.layers.per_example import RefuseData
 from lapwing.layers.rule import tolerance
 from lapwing.likelihoods import Likelihood
 from lapwing.predictive.prediction import BinaryPrediction, ClassPrediction, Prediction
+from lapwing.weights import unwrap
 
 logger = logging.getLogger("lapwing")
 _COMPILED = "_orig_mod."  # in front of every name of a model that went through torch.compile
@@ -46,7 +48,7 @@ class Ensemble(nn.Module):
         model: the trained network; it is copied.
         likelihood: as for `Laplace`.
         weights: name → `[S, *shape]`, from `la.sample(S)` or `sample_by_optimization(...).samples`.
-        noise: the noise variance of a Gaussian likelihood, by default its own; the scalar, where there are ratios.
+        noise: the noise variance of a Gaussian likelihood, as for `la.at`, by default its own.
         example: a few inputs, as for `predict`, on which vmap is tried.
         parallel: True for vmap, False for sample by sample, None to try vmap on `example`.
         chunk: how many samples are evaluated together; by default all. Memory grows with it.
@@ -78,6 +80,7 @@ class Ensemble(nn.Module):
     ) -> None:
         super().__init__()
         self.likelihood, self.output = likelihoods.resolve(likelihood), output
+        model = unwrap(model)
         self.count = _checked(model, weights)
         if chunk is not None and chunk < 1:
             raise InputError(f"Ensemble(chunk=...) needs at least 1, got {chunk}.")
@@ -85,9 +88,10 @@ class Ensemble(nn.Module):
         self.model = _skeleton(model)
         self.names = tuple(name.removeprefix(_COMPILED) for name in weights)
         self.samples = _store({name.removeprefix(_COMPILED): value for name, value in weights.items()})
-        scale = (self.likelihood.noise or 1.0) if noise is None else noise
+        default = self.likelihood.noise or 1.0
+        scale = positive(default, "noise") if noise is None else self.likelihood.noise_scale(noise)
         self.noise: Tensor
-        self.register_buffer("noise", positive(scale, "noise").detach().clone().to(self._weights()[self.names[0]]))
+        self.register_buffer("noise", scale.detach().clone().to(self._weights()[self.names[0]]))
         self.refusal: str | None = None
         self.eval()
         self.parallel = self._settled(example) if parallel is None else parallel
@@ -107,18 +111,23 @@ class Ensemble(nn.Module):
 
         Args:
             la: the posterior.
-            samples: how many, or the weights themselves, from `la.sample`.
-            generator: the source of randomness; None consumes torch's global one.
-            center: as for `la.predict`.
+            samples: how many, or the weights themselves, drawn by `la.at(center=...).sample(n, generator)`.
+            generator: the source of randomness of the draws; None consumes torch's global one.
+            center: of the draws, as for `la.predict`.
             example: a few inputs; needed only where `la` was read from a file, which keeps none.
             parallel: as above.
             chunk: as above.
         """
         la._unchanged()
+        if not isinstance(samples, int) and (generator is not None or center is not None):
+            raise InputError(
+                "Ensemble.of draws nothing where it is given weights: give generator and center to what drew them, "
+                "la.at(center=...).sample(n, generator)."
+            )
         weights = la.at(center=center).sample(samples, generator) if isinstance(samples, int) else samples
         return Ensemble(
-            la.model, la.likelihood, weights, la._noise, example=few_examples(la) if example is None else example,
-            parallel=parallel, chunk=chunk, output=la.output,
+            la.model, la.likelihood, weights, None if la.likelihood.noise is None else la._noise,
+            example=few_examples(la) if example is None else example, parallel=parallel, chunk=chunk, output=la.output,
         )  # fmt: skip
 
     # ---------------------------------------------------------------------------------- predictions
@@ -137,7 +146,9 @@ class Ensemble(nn.Module):
 
     def outputs(self, *args: Any, **kwargs: Any) -> Tensor:
         """`f(x, θ_s)`: `[S, N, *output]`."""
-        return self._outputs(self._weights(), Inputs(args, kwargs), self.parallel)
+        inputs = Inputs(args, kwargs)
+        with self._explained(inputs):
+            return self._outputs(self._weights(), inputs, self.parallel)
 
     def predict_outputs(self, outputs: Tensor) -> Prediction:
         """The prediction from outputs `[S, N, *output]`, for a module of one's own around this one."""
@@ -154,6 +165,14 @@ class Ensemble(nn.Module):
                     return together
             count = next(iter(weights.values())).shape[0]
             return torch.stack([one({name: value[s] for name, value in weights.items()}) for s in range(count)])
+
+    @contextmanager
+    def _explained(self, inputs: Inputs) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as failure:
+            inputs.explain(failure, self._weights()[self.names[0]].dtype)
+            raise
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: self.samples.get_buffer(name) for name in self.names}
@@ -172,7 +191,8 @@ class Ensemble(nn.Module):
         inputs = asked(example, self._device)
         two = {name: value[:2] for name, value in self._weights().items()}
         with torch.no_grad():
-            expected = self._outputs(two, inputs, parallel=False)
+            with self._explained(inputs):
+                expected = self._outputs(two, inputs, parallel=False)
             try:
                 # Of an operation that it has no rule for, vmap says that it loops: then the whole may as well.
                 with RefuseData(), warnings.catch_warnings():
@@ -182,9 +202,9 @@ class Ensemble(nn.Module):
                 self.refusal = str(refusal).strip().partition("\n")[0].partition(". ")[0]
                 logger.info("vmap refused, the ensemble goes sample by sample: %s", self.refusal)
                 return False
-        scale = expected.abs().amax().clamp(min=1e-30)
-        close = found.shape == expected.shape and (found - expected).abs() <= 10 * tolerance(found.dtype) * scale
-        if not torch.as_tensor(close).all():
+        scale = expected.nan_to_num(posinf=0.0, neginf=0.0).abs().amax().clamp(min=1e-30)
+        off = 10 * tolerance(found.dtype) * float(scale)
+        if found.shape != expected.shape or not torch.isclose(found, expected, rtol=0.0, atol=off).all():
             self.refusal = "its results differ from those of a loop"
             return False
         return True
@@ -196,7 +216,7 @@ class Ensemble(nn.Module):
 
         The program is called like the model. Inputs whose first dimension is the number of examples of the first tensor
         keep it free. In parallel, if this is; where torch fixes that number under vmap (norms, pooling, embeddings,
-        attention), sample by sample.
+        attention), sample by sample, and an `ExportWarning` says so.
         """
         inputs = Inputs(args, kwargs)
         examples = inputs.examples()
@@ -221,7 +241,13 @@ class Ensemble(nn.Module):
             try:
                 return torch.export.export(program, args, kwargs, dynamic_shapes=shapes)
             except RuntimeError as refusal:
-                logger.info("Exported sample by sample, torch.export refused it in parallel: %s", refusal)
+                logger.info("torch.export refused the samples in parallel: %s", refusal)
+                warn(
+                    "torch.export does not take this network in parallel with a free number of examples: the program "
+                    f"goes through its {self.count} samples one after another. The numbers are the same. An Ensemble "
+                    "with parallel=False is exported so without a warning.",
+                    ExportWarning,
+                )
                 program.parallel = False
         return torch.export.export(program, args, kwargs, dynamic_shapes=shapes)
 
@@ -241,15 +267,21 @@ class Ensemble(nn.Module):
 
 def _checked(model: nn.Module, weights: Mapping[str, Tensor]) -> int:
     """The number of samples, once it is known that they are samples of the model's parameters."""
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
     counts = {value.shape[0] if value.dim() else 0 for value in weights.values()}
     if len(counts) != 1 or 0 in counts:
         raise InputError("An Ensemble needs weights by name, the same number of samples of each: la.sample(20).")
     for name, value in weights.items():
-        if shapes.get(name) != value.shape[1:]:
+        parameter = parameters.get(name)
+        if parameter is None or parameter.shape != value.shape[1:]:
             raise InputError(
                 f"Samples of {name!r} have shape {list(value.shape[1:])}, in the model it is "
-                f"{'no parameter' if name not in shapes else list(shapes[name])}."
+                f"{'no parameter' if parameter is None else list(parameter.shape)}."
+            )
+        if parameter.dtype != value.dtype:
+            raise InputError(
+                f"Samples of {name!r} are {value.dtype}, in the model it is {parameter.dtype}. Convert them: "
+                f"value.to({parameter.dtype})."
             )
     return counts.pop()
 

@@ -36,6 +36,10 @@ class ComparisonWarning(UserWarning):
     """Evidences that differ for other reasons than the models."""
 
 
+class ExportWarning(UserWarning):
+    """A program that was exported in another form than asked for."""
+
+
 class PruningWarning(UserWarning):
     """A pruning that leaves nothing of a layer."""
 
@@ -69,7 +73,7 @@ def choose(value: str, options: Iterable[str], what: str) -> str:
         return value
     near = difflib.get_close_matches(str(value), options, n=1, cutoff=0.3)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise InputError(f"Unknown {what}: {value!r}.{hint} Supported: {', '.join(options)}.")
+    raise InputError(f"Unknown {what}: {value!r}.{hint} Supported: {', '.join(options) or 'none'}.")
 
 
 def positive(value: float | Sequence[float] | Tensor, what: str) -> Tensor:

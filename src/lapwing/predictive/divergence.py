@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ def divergence(p: Prediction, q: Prediction) -> Tensor:
     """
     if isinstance(p, ClassPrediction) and isinstance(q, ClassPrediction):
         _check(p.log_probs, q.log_probs)
+        _check_classes(p, q)
         return _flat(_terms(p.log_probs, q.log_probs))
     if isinstance(p, BinaryPrediction) and isinstance(q, BinaryPrediction):
         _check(p.log_yes, q.log_yes)
@@ -31,18 +34,35 @@ def divergence(p: Prediction, q: Prediction) -> Tensor:
     if isinstance(p, CountPrediction) and isinstance(q, CountPrediction):
         _check(p.mean, q.mean)
         m = p.mean.to(q.mean)
-        return _flat(q.mean - m + torch.xlogy(m, m) - m * q.mean.log())
+        return _flat(q.mean - m + torch.xlogy(m, m) - torch.xlogy(m, q.mean))
     raise InputError(
         f"There is no divergence in closed form between a {type(p).__name__} and a {type(q).__name__}: both must be of "
         "classes, of yes or no, of numbers or of counts."
     )
 
 
+def essence(p: Prediction) -> Prediction:
+    """`p` with no more than `divergence` reads of it, to be kept: neither samples nor covariances."""
+    if isinstance(p, ClassPrediction):
+        return ClassPrediction(p.log_probs, p.dim, p.ignore_index, sampled=_not_kept)
+    if isinstance(p, BinaryPrediction):
+        return BinaryPrediction(p.log_yes, p.log_no, _not_kept)
+    if isinstance(p, RegressionPrediction):
+        return RegressionPrediction(p.mean, p.aleatoric, p.epistemic)
+    if isinstance(p, CountPrediction):
+        return CountPrediction(p.mean, p.aleatoric, p.epistemic, p.mean.unsqueeze(0).log())
+    return p
+
+
+def _not_kept() -> NoReturn:
+    raise InputError("The parts of this prediction's uncertainty were not kept.")
+
+
 def _terms(log_p: Tensor, log_q: Tensor) -> Tensor:
     """`p log(p/q)`, 0 where p is."""
     log_p = log_p.to(log_q)
-    possible = log_p > -torch.inf
-    return torch.where(possible, log_p.exp() * (log_p.masked_fill(~possible, 0) - log_q), torch.zeros_like(log_q))
+    impossible = log_p == -torch.inf
+    return torch.where(impossible, 0.0, log_p.exp() * (log_p.masked_fill(impossible, 0) - log_q))
 
 
 def _flat(terms: Tensor) -> Tensor:
@@ -52,3 +72,12 @@ def _flat(terms: Tensor) -> Tensor:
 def _check(p: Tensor, q: Tensor) -> None:
     if p.shape != q.shape:
         raise InputError(f"Predictions of shape {list(p.shape)} and {list(q.shape)} do not compare.")
+
+
+def _check_classes(p: ClassPrediction, q: ClassPrediction) -> None:
+    one, other = (prediction.dim % prediction.log_probs.dim() for prediction in (p, q))
+    if one != other:
+        raise InputError(
+            f"Classes along dimension {one} and along dimension {other} of {list(p.log_probs.shape)} do not compare. A "
+            f"student must have them where its teacher has: distill(likelihood=Categorical(dim={one}))."
+        )

@@ -19,6 +19,8 @@ def mean_of(samples: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 
 def log_mean_of(samples: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """`log mean_s exp(function(samples_s))`."""
+    if len(samples) == 1:  # its derivative is finite also where the probability is 0
+        return function(samples)[0]
     logs = (function(some).logsumexp(0) for some in _few(samples))
     return functools.reduce(torch.logaddexp, logs) - math.log(len(samples))
 

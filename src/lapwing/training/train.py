@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from lapwing import io, randomness
 from lapwing.batches import outputs_of, unpack
@@ -21,6 +21,7 @@ from lapwing.priors import GaussianPrior, Prior
 from lapwing.progress import bar
 from lapwing.training import checkpoint as file
 from lapwing.training.evidence_in_the_loop import Best, EvidenceInTheLoop, put_back, snapshot
+from lapwing.training.loop import step, training
 from lapwing.tuning import Groups, Tuning
 from lapwing.weights import trainable
 
@@ -134,22 +135,17 @@ def train_with_evidence(
         run.resume(path)
     elif path is not None:
         run.write(path)
-    modes = [(module, module.training) for module in model.modules()]
     interrupted = False
     try:
-        if not model.training:
-            model.train()
-        for _ in bar(range(len(run.history), epochs), "train", progress):
-            run.epoch()
-            if path is not None:
-                run.write(path)
-            if callback is not None:
-                callback(run.history[-1])
+        with training(model):
+            for _ in bar(range(len(run.history), epochs), "train", progress):
+                run.epoch()
+                if path is not None:
+                    run.write(path)
+                if callback is not None:
+                    callback(run.history[-1])
     except KeyboardInterrupt:
         interrupted = True
-    finally:
-        for module, mode in modes:
-            module.training = mode
     best = evidence.best
     la = None if best is None else evidence.restore_best()
     return Training(model, la, None if best is None else best.epoch, tuple(run.history), interrupted)
@@ -181,7 +177,7 @@ class _Run:
         rate = float(self.optimizer.param_groups[0]["lr"])
         loss = self._train(number)
         if self.schedule == "epoch":
-            self._schedule(loss)
+            step(self.scheduler, loss)
         if not self.evidence.due(number) and number + 1 < self.epochs:
             self.history.append(Epoch(number, loss, rate))
             return
@@ -204,14 +200,8 @@ class _Run:
             self.optimizer.step()
             losses.append(loss.detach())
             if self.schedule == "batch":
-                self._schedule(losses[-1].item())
+                step(self.scheduler, losses[-1].item())
         return torch.stack(losses).mean().item()
-
-    def _schedule(self, loss: float) -> None:
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(loss)
-        elif self.scheduler is not None:
-            self.scheduler.step()
 
     # ------------------------------------------------------------------------------------------ file
 

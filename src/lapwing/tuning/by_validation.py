@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from lapwing.batches import unpack
 from lapwing.errors import InputError, TuningWarning, choose, warn
+from lapwing.predictive.options import predict_options
 from lapwing.predictive.prediction import BinaryPrediction, ClassPrediction, Prediction
 from lapwing.progress import bar
 from lapwing.tuning.result import Tuning
@@ -55,9 +55,7 @@ def tune_by_validation(
     or `fn(prediction, targets) -> [N]`, higher is better; `predict` are options of `la.predict` by name, such as its
     method. Scores that are NaN or infinite never win.
     """
-    given = dict(predict or {})
-    for name in given:
-        choose(name, {*inspect.signature(la.predict).parameters} - {"x", "joint"}, "option of predict")
+    given = predict_options(la.predict, predict)
     scorer = SCORES[choose(score, SCORES, "score")] if isinstance(score, str) else score
     priors = list(candidates) if candidates is not None else [10 ** (k / 2.5) for k in range(-10, 11)]
     options: list[dict[str, Any]] = [
