@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lapwing import Categorical, Gaussian, InputError, Laplace, Mixture
 from lapwing.predictive.components import Components
+from lapwing.predictive.prediction import ClassPrediction
 from lapwing.predictive.uncertainty import mixture_entropy
 from tests import networks
 
@@ -102,6 +103,17 @@ def simpson(components: Components) -> Tensor:
     normal = torch.distributions.Normal(components.means.unsqueeze(-1), components.variances.sqrt().unsqueeze(-1))
     log_p = (normal.log_prob(grid) + components.log_weights[:, None, None]).logsumexp(0)
     return torch.trapezoid(-log_p.exp() * log_p, grid)
+
+
+def test_a_class_that_is_ruled_out_adds_no_entropy() -> None:
+    logits = torch.tensor([[[0.3, -1.0, -math.inf]], [[1.3, 0.2, -math.inf]]], dtype=torch.float64)  # [S, 1, 3]
+    masked, without = (ClassPrediction.mixture(part, 1) for part in (logits, logits[..., :2]))
+    for measure in ("entropy", "variance"):
+        found, expected = masked.uncertainty(measure), without.uncertainty(measure)
+        for name in ("total", "aleatoric", "epistemic"):
+            left, right = getattr(found, name), getattr(expected, name)
+            left = left[..., :2] if measure == "variance" else left
+            torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
 
 
 def test_entropy_of_a_mixture_of_gaussians() -> None:

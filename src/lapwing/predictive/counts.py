@@ -11,7 +11,7 @@ from torch.distributions import Categorical, Distribution, Independent, MixtureS
 
 from lapwing.errors import InputError, choose
 from lapwing.predictive.prediction import Prediction
-from lapwing.predictive.uncertainty import CLOSED_FORM, MEASURES, SAMPLES, Split, Uncertainty
+from lapwing.predictive.uncertainty import CLOSED_FORM, MEASURES, SAMPLES, Split, Uncertainty, entropy_terms
 
 _NODES = 48  # of the quadrature
 _STRATA = 512  # draws at equal probabilities that stand for a log-normal rate in its distribution
@@ -93,8 +93,8 @@ class CountPrediction(Prediction):
             if self.gaussian is not None:
                 mean, variance = (part.double() for part in self.gaussian)
                 logs = log_poisson_integral(mean, variance, y[:, 0])
-            total, mass = total + _entropy_terms(logs).sum(0), mass + logs.exp().sum(0)
-            within = within + (_entropy_terms(each) * log_weights.exp()).sum((0, 1))
+            total, mass = total + entropy_terms(logs).sum(0), mass + logs.exp().sum(0)
+            within = within + (entropy_terms(each) * log_weights.exp()).sum((0, 1))
             if bool((mass > 1 - _LEFT).all()):
                 return Split(total.to(self.mean.dtype), within.to(self.mean.dtype))
         raise InputError(
@@ -182,11 +182,6 @@ def log_poisson_integral(mean: Tensor, variance: Tensor, counts: Tensor) -> Tens
     terms = y * f - f.exp() - torch.lgamma(y + 1) + log_volume
     integral: Tensor = terms.logsumexp(0).to(mean.dtype)
     return integral
-
-
-def _entropy_terms(logs: Tensor) -> Tensor:
-    """`−p log p` from log p, 0 where p is."""
-    return -logs.exp() * logs.clamp(min=-800)
 
 
 def _safe_root(values: Tensor) -> Tensor:

@@ -72,8 +72,8 @@ class Parts:
 
 
 def entropy_terms(log_probs: Tensor) -> Tensor:
-    """`−p log p`, elementwise, from log p."""
-    return -log_probs.exp() * log_probs
+    """`−p log p`, elementwise, from log p; 0 where p is."""
+    return -log_probs.exp() * log_probs.masked_fill(log_probs == -torch.inf, 0.0)
 
 
 def indicator_variance(log_probs: Tensor) -> Tensor:
