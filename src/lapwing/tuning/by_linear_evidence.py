@@ -91,10 +91,11 @@ def tune_by_linear_evidence(
             f"{stop.mode.residual:.2g}. Raise max_mode_steps or mode_tolerance."
         )
     if stop.residual > tolerance:
-        fix = "Raise max_rounds" if len(rounds) > max_rounds else "No step raised the evidence any more: raise"
+        out = len(rounds) > max_rounds
+        fix = "Raise max_rounds or tolerance." if out else "No step raised the evidence any more: raise tolerance."
         messages.append(
             f"The linear model's evidence did not converge in {len(rounds) - 1} rounds: the optimality condition is "
-            f"violated by {stop.residual:.2g} (tolerance {tolerance:.2g}). {fix} or tolerance."
+            f"violated by {stop.residual:.2g} (tolerance {tolerance:.2g}). {fix}"
         )
     for message in messages:
         warn(message, TuningWarning)
