@@ -156,12 +156,12 @@ def test_two_classes_are_one_binary_logit() -> None:
 def test_binary_links_against_a_million_draws() -> None:
     generator = torch.Generator().manual_seed(0)
     mean = 3 * gaussian(generator, 20)
-    noise = gaussian(generator, DRAWS // 20, 20)
-    noise = torch.cat([noise, -noise])
+    noise = gaussian(generator, DRAWS // 2)
+    noise = torch.cat([noise, -noise])  # a million for each mean, in pairs
     for variance, link, bound in ((0.25, "delta", 1e-3), (0.25, "probit", 0.01), (4.0, "probit", 0.02), (50.0, "probit", 0.02)):  # fmt: skip
-        exact = torch.sigmoid(mean + math.sqrt(variance) * noise).mean(0)
+        exact = torch.stack([torch.sigmoid(one + math.sqrt(variance) * noise).mean() for one in mean])
         found: Any = bernoulli_link(mean, torch.full_like(mean, variance), link, 1, None)
-        torch.testing.assert_close(found.probs, exact, rtol=0, atol=bound + 2e-3)  # draws: 1e5 each, in pairs
+        torch.testing.assert_close(found.probs, exact, rtol=0, atol=bound + 5e-4)  # the draws' own standard error
         torch.testing.assert_close(found.log_yes.exp() + found.log_no.exp(), torch.ones_like(mean))
 
 
