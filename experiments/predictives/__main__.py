@@ -153,7 +153,7 @@ def table(results: dict[str, Any]) -> str:
 def draw(results: dict[str, Any]) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "predictives"
     with house_style():
-        figure = Figure(figsize=(8, 0.4 * len(results) + 1), layout="constrained")
+        figure = Figure(figsize=(10, 0.35 * len(results) + 1), layout="constrained")
         panels = figure.subplots(1, 4, sharey=True)
         for ax, (key, title) in zip(
             panels, (("accuracy", "accuracy"), ("nll", "NLL"), ("ece", "ECE"), ("auroc", "AUROC, SVHN")), strict=True
