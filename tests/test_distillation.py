@@ -106,21 +106,10 @@ def test_counts_that_cannot_be_are_themselves() -> None:
     assert divergence(p, p).tolist() == [0, 0]
 
 
-class Masked(nn.Module):
-    """Three logits, of which the last is always impossible."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).masked_fill(torch.tensor([False, False, True]), -torch.inf)
-
-
 @pytest.mark.parametrize("kind", ["classification", "binary"])
 def test_students_may_rule_out_what_their_teacher_rules_out(kind: str) -> None:
     """The gradient is that of the problem without the impossible class."""
-    x, student, likelihood = networks.inputs("mlp", 6), Masked().double(), resolve(kind)
+    x, student, likelihood = networks.inputs("mlp", 6), networks.Masked().double(), resolve(kind)
     drawn = outputs(1, 0)[0].repeat(2, 1)[:6]
     drawn[:, 2] = -torch.inf
 
@@ -547,7 +536,7 @@ def test_a_loss_that_is_not_finite_names_its_cause() -> None:
     with pytest.raises(InputError, match=r"No step was taken yet: the student's outputs are not finite"):
         distill(la, broken, [x], 1, progress=False)
     with pytest.raises(InputError, match="or rule out what the teacher does not"):
-        distill(la, Masked().double(), [x], 1, progress=False)
+        distill(la, networks.Masked().double(), [x], 1, progress=False)
 
     def teacher(x: Tensor) -> Prediction:
         return la.likelihood.predict_samples(x.unsqueeze(0).log(), ONE)

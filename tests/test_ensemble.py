@@ -313,15 +313,6 @@ def test_the_noise_is_what_the_likelihood_takes_it_for() -> None:
             variance(kind, 2.0)
 
 
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).masked_fill(torch.tensor([False, False, True]), -torch.inf)
-
-
 class Unlike(nn.Module):
     """Other results under vmap than in a loop."""
 
@@ -335,7 +326,7 @@ class Unlike(nn.Module):
 
 def test_masked_classes_are_no_difference_and_a_difference_is_one() -> None:
     x = networks.inputs("mlp", 5)
-    for model, parallel in ((Masked().double(), True), (Unlike().double(), False)):
+    for model, parallel in ((networks.Masked().double(), True), (Unlike().double(), False)):
         weights = {name: torch.stack([value.detach(), 2 * value.detach()]) for name, value in model.named_parameters()}
         ensemble = Ensemble(model, "classification", weights, example=x)
         assert ensemble.parallel == parallel, ensemble
