@@ -61,8 +61,8 @@ class Subnetwork:
     def largest_variance(la: Laplace, k: int) -> Subnetwork:
         """The k weights with the largest marginal variance under a fitted posterior, such as one of structure diag.
 
-        Weights on which no output depends have the largest of all, that of the prior: where a network has many of them,
-        as one that was trained with weight decay may, another choice is better.
+        Weights in which the outputs have no gradient, as those of dead channels, have the largest of all, that of the
+        prior, and change no linearized prediction: where a network has many of them, another choice is better.
         """
         return _largest(la.posterior.variances(), k)
 
