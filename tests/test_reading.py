@@ -309,3 +309,30 @@ def test_scale_of_layers_that_share_weights() -> None:
 
         expected = oracles.kron_factors(model, module, x, columns, False)
         torch.testing.assert_close(block.accumulator.matrix().trace(), expected.trace())
+
+
+@pytest.mark.parametrize("structure", ["full", "diag", "block"])
+def test_rows_of_a_table_and_entries_of_a_vector_are_read_by_rules(structure: str) -> None:
+    """As the one kind of token that a classifier of single sentences has."""
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Linear(3, 4)
+            self.kinds = nn.Parameter(torch.randn(3, 4))
+            self.gains = nn.Parameter(torch.randn(5))
+            self.stack = nn.Parameter(torch.randn(2, 4, 4))
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.words(x) + self.kinds[1]) * self.gains[2]  # a row of three, an entry of five
+            hidden = torch.tanh(nn.functional.linear(hidden, self.stack[1], self.kinds[2])) * self.gains[1:].sum()
+            out: Tensor = self.head(hidden + self.kinds[0:1])
+            return out
+
+    torch.manual_seed(0)
+    la = check(Rows().double(), [(torch.randn(6, 3).double(), labels(6))], structure)
+    paths = {name: layer.path for block in la.curvature.blocks for layer in block.layers for name in layer.parameters}
+    assert paths["kinds"] == "shift"
+    assert paths["gains"] == "fallback"  # a sum of entries is not a view
+    assert paths["stack"] == "fallback"  # one matrix of several is not read as a layer

@@ -119,7 +119,7 @@ class Recorder(TorchFunctionMode):
         align = rule.bias_align(output, kwargs["weight"] if "weight" in kwargs else args[1])
         if align is None or given.numel() != max(align):
             return None
-        return Call(output, view.name, None, None, {"align": align, "scales": False, "shifts": True}, view.rows)
+        return Call(output, view.name, None, None, {"align": align, "scales": False, "shifts": True}, view.entries)
 
     def _broadcast(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Where the result of a use is repeated to be added to larger activations, record it a second time, as if it

@@ -1,4 +1,4 @@
-"""Which parameter a tensor is a view of: itself, transposed, or some of its rows."""
+"""Which parameter a tensor is a view of: itself, transposed, some of its rows, or one of them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,25 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class View:
-    """Axis d of the tensor is axis `order[d]` of the parameter `name`, of which it has `rows` (None: all)."""
+    """Axis d of the tensor is axis `order[d]` of the parameter `name`, of which it has `rows` (None: all).
+
+    A single row, `weight[0]`, has no axis 0. `entries` are the elements of the flat parameter that the rows have.
+    """
 
     name: str
     order: tuple[int, ...]
     rows: range | None = None
+    entries: range | None = None
 
     @property
     def plain(self) -> bool:
         """Whether it is the parameter itself."""
-        return self.rows is None and self.order == tuple(range(len(self.order)))
+        return self.rows is None and self.in_order
+
+    @property
+    def in_order(self) -> bool:
+        """Whether its elements come in the order of the parameter's."""
+        return list(self.order) == sorted(self.order)
 
 
 Owner = Callable[[object], View | None]
@@ -43,10 +52,14 @@ def owner_of(names: Mapping[int, str]) -> Owner:
 
 def _read(name: str, view: Tensor, base: Tensor) -> View | None:
     """Read the geometry of a view: the strides name the axes, the offset the first row."""
-    if view.dim() != base.dim() or view.numel() == 0:
+    shape, strides = tuple(view.shape), view.stride()
+    single = view.dim() == base.dim() - 1
+    if single:  # a row counts as one of one row
+        shape, strides = (1, *shape), (base.stride(0), *strides)
+    if len(shape) != base.dim() or not shape or view.numel() == 0:
         return None
     order: list[int] = []
-    for size, stride in zip(view.shape, view.stride(), strict=True):
+    for size, stride in zip(shape, strides, strict=True):
         matches = [
             axis
             for axis in range(base.dim())
@@ -56,8 +69,10 @@ def _read(name: str, view: Tensor, base: Tensor) -> View | None:
             return None
         order.append(next((axis for axis in matches if base.shape[axis] == size), matches[0]))
     first, beyond = divmod(int(view.storage_offset()) - int(base.storage_offset()), max(1, base.stride(0)))
-    count = view.shape[order.index(0)]
-    if beyond or first + count > base.shape[0]:
+    count = shape[order.index(0)]
+    if beyond or first + count > base.shape[0] or (single and order[0] != 0):
         return None
-    rows = None if count == base.shape[0] else range(first, first + count)
-    return View(name, tuple(order), rows)
+    rows = None if count == base.shape[0] and not single else range(first, first + count)
+    each = base.numel() // base.shape[0]
+    entries = None if rows is None else range(first * each, (first + count) * each)
+    return View(name, tuple(order[1:] if single else order), rows, entries)

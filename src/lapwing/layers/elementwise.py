@@ -97,7 +97,7 @@ class Expansion(Elementwise):
 def read_operand(
     args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, owner: Owner, scales: bool
 ) -> Call | None:
-    """One of two operands is a whole Bayesian weight."""
+    """One of two operands is a Bayesian weight, or some rows of one."""
     if len(args) != 2 or kwargs or not isinstance(output, Tensor):
         return None
     owners = [owner(value) for value in args]
@@ -105,12 +105,12 @@ def read_operand(
         return None
     at = 0 if owners[0] is not None else 1
     weight, other = owners[at], args[1 - at]
-    if weight is None or not weight.plain or not isinstance(other, Tensor):
+    if weight is None or not weight.in_order or not isinstance(other, Tensor):
         return None
     if other.shape != output.shape:
         other = other.expand(output.shape)
     options = {"align": _align(args[at], output), "scales": scales, "shifts": not scales}
-    return Call(other, weight.name, None, None, options)
+    return Call(other, weight.name, None, None, options, weight.entries)
 
 
 def _align(weight: Tensor, output: Tensor) -> tuple[int, ...]:

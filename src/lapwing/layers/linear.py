@@ -23,7 +23,7 @@ class Linear(PairRule):
     ) -> Call | None:
         x, w, b = _bind(*args, **kwargs)
         weight, bias = owner(w), owner(b)
-        if weight is None:
+        if weight is None or 0 not in weight.order:  # a single row is no matrix
             return None
         transposed = weight.order == (1, 0)
         if transposed and weight.rows is not None:

@@ -50,9 +50,9 @@ def tolerance(dtype: torch.dtype) -> float:
 class Call:
     """One use of a Bayesian weight, as its rule read it.
 
-    `shape` is (Q, O, I) of the use without the bias, or None where the weight has no Kronecker form. `rows` are
-    the rows of the parameter that this use reads, None for all; `layout` how they read as `[Q, O, I]`, None if in
-    their own order. `bias` is the name of the Bayesian bias added to the result.
+    `shape` is (Q, O, I) of the use without the bias, or None where the weight has no Kronecker form. `rows` are the
+    rows of the parameter that this use reads (without a Kronecker form: its elements), None for all; `layout` how they
+    read as `[Q, O, I]`, None if in their own order. `bias` is the name of the Bayesian bias added to the result.
     """
 
     input: Tensor
