@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lapwing import Laplace
+from lapwing import InputError, Laplace
 from tests import networks, oracles
 
 STRUCTURES = ["diag", "full", "ekfac", "block"]
@@ -336,3 +336,27 @@ def test_rows_of_a_table_and_entries_of_a_vector_are_read_by_rules(structure: st
     assert paths["kinds"] == "shift"
     assert paths["gains"] == "fallback"  # a sum of entries is not a view
     assert paths["stack"] == "fallback"  # one matrix of several is not read as a layer
+
+
+def test_rounding_is_not_taken_for_examples_that_interact() -> None:
+    """Of gradients in which large terms cancel, as in attention that is nearly even, few digits are left."""
+
+    class Cancelling(nn.Module):
+        def __init__(self, coupled: float) -> None:
+            super().__init__()
+            self.first, self.head, self.coupled = nn.Linear(3, 4), nn.Linear(4, 3), coupled
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            hidden = hidden * 1e5 - hidden * (1e5 - 1)
+            out: Tensor = self.head(torch.tanh(hidden + self.coupled * hidden.mean(0)))
+            return out
+
+    def fit(coupled: float) -> Laplace:
+        torch.manual_seed(0)
+        return Laplace(Cancelling(coupled), "classification", "diag").fit([(torch.randn(8, 3), labels(8))])
+
+    paths = {layer.name: layer.path for block in fit(0.0).curvature.blocks for layer in block.layers}
+    assert paths == {"first": "linear", "head": "linear"}
+    with pytest.raises(InputError, match="Examples must be independent"):
+        fit(0.3)

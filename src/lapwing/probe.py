@@ -2,7 +2,8 @@
 
 Shapes do not tell: `[L, N, D]`, `[N·windows, D]` and `[1, L, D]` look alike. So a random vector v is
 backpropagated, and v scaled by a number α_n of each example's own: where the second gradient is α_n
-times the first along an axis, that axis holds the examples.
+times the first along an axis, that axis holds the examples. Where rounding alone moves a gradient by more than is
+allowed, as where attention is nearly even, v scaled by one number for all tells by how much.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ logger = logging.getLogger("lapwing")
 
 
 _GROUPS = 16  # most groups that the rows of one matrix are divided into
+_EVEN = 1.37  # no power of two, so that what it scales is rounded anew
+_NOISIEST = 0.1  # of a gradient whose relative error by rounding may be larger, nothing is concluded
 Axes = tuple[ExampleAxis | None, ...]
 
 
@@ -61,6 +64,12 @@ def examine(record: Record) -> Examined:
     record.axes = tuple(
         _find(use, first, second, scale) for use, first, second in zip(record.uses, plain, scaled, strict=True)
     )
+    if any(axis is None for axis in record.axes):
+        even = _backward(record, edges, vector * _EVEN)
+        record.axes = tuple(
+            axis or _find(use, first, second, scale, _noise(first, third))
+            for use, axis, first, second, third in zip(record.uses, record.axes, plain, scaled, even, strict=True)
+        )
     record.counts = _counts(record.uses, record.axes)
     reached = [gradient for gradient, found in zip(plain, record.graph.reached, strict=True) if found]
     decided = all(gradient is not None and _tells(gradient) for gradient in reached)
@@ -161,7 +170,23 @@ def _tells(gradient: Tensor) -> bool:
     return bool(gradient.abs().amax() > limits.tiny / limits.eps) if gradient.numel() else False
 
 
-def _find(use: Use, plain: Tensor | None, scaled: Tensor | None, scale: Tensor) -> ExampleAxis | None:
+def _noise(plain: Tensor | None, even: Tensor | None) -> float:
+    """The largest relative error by rounding, from the gradient of a vector and that of `_EVEN` times the vector."""
+    if plain is None or even is None or not _tells(plain):
+        return 0.0
+    largest = plain.abs().amax()
+    return _error(plain / largest, even / largest, plain / largest * _EVEN)
+
+
+def _error(first: Tensor, second: Tensor, expected: Tensor) -> float:
+    """How far the second gradient is from what is expected of it, relative to the first, at most."""
+    size = first.abs() + first.square().mean().sqrt()
+    return float(((second - expected).abs() / size.clamp(min=torch.finfo(size.dtype).tiny)).amax())
+
+
+def _find(
+    use: Use, plain: Tensor | None, scaled: Tensor | None, scale: Tensor, noise: float = 0.0
+) -> ExampleAxis | None:
     """The axis along which the second gradient is closest to α_n times the first, if it is that close."""
     examples = scale.shape[0]
 
@@ -180,12 +205,11 @@ def _find(use: Use, plain: Tensor | None, scaled: Tensor | None, scale: Tensor) 
     plain, scaled = arrange(plain), arrange(scaled)
     largest = plain.abs().amax()
     plain, scaled = plain / largest, scaled / largest  # so that no square underflows
-    best, smallest = None, tolerance(plain.dtype)
+    best, smallest = None, max(tolerance(plain.dtype), min(4 * noise, _NOISIEST))
     for axis in candidates:
         first, second = axis.first(plain, examples), axis.first(scaled, examples)
         expected = first * scale.to(first.dtype).view(-1, *[1] * (first.dim() - 1))
-        size = first.abs() + first.square().mean().sqrt()
-        error = float(((second - expected).abs() / size.clamp(min=torch.finfo(size.dtype).tiny)).amax())
+        error = _error(first, second, expected)
         if error <= smallest and (best is None or error < smallest):
             best, smallest = axis, error
     return best
