@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lapwing import Gaussian, Laplace
 from lapwing.layers.convolution import Convolution
-from lapwing.layers.moments import Moments, _ByPixels, _ByRows
+from lapwing.layers.moments import Moments, _ByPixels, _ByRows, _ByShifts, moment_sum
 from lapwing.layers.rule import ExampleAxis
+from lapwing.layers.window import Images, Window, trimmed
 from lapwing.views import View
 from tests import oracles
 
@@ -108,6 +109,71 @@ def test_moments_of_convolutions(case: tuple[nn.Module, Tensor]) -> None:
         for part in images.x.split(2):
             total.add(part)
         check_moments(total.collect(), a)
+
+
+Numbers = tuple[int, int]
+
+
+def pairs(least: int, most: int) -> st.SearchStrategy[Numbers]:
+    return st.tuples(st.integers(least, most), st.integers(least, most))
+
+
+@settings(SETTINGS, max_examples=200)
+@given(pairs(1, 4), pairs(1, 4), pairs(1, 3), pairs(1, 3), pairs(0, 3), st.sampled_from([1, 2]))
+def test_kernel_entries_that_see_only_padding(
+    space: Numbers, kernel: Numbers, stride: Numbers, dilation: Numbers, padding: Numbers, groups: int
+) -> None:
+    """Leaving them out changes neither the values nor the gradients of a convolution."""
+    spans = [gap * (size - 1) + 1 for size, gap in zip(kernel, dilation, strict=True)]
+    assume(all(size + 2 * edge >= span for size, edge, span in zip(space, padding, spans, strict=True)))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 2, *space, generator=generator, dtype=torch.float64)
+    weight = torch.randn(4, 2 // groups, *kernel, generator=generator, dtype=torch.float64, requires_grad=True)
+    rule, arguments = Convolution(), (x, weight, None, stride, padding, dilation, groups)
+    expected, found = nn.functional.conv2d(*arguments), rule.run(nn.functional.conv2d, arguments, {})
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    g = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(expected, weight, g)
+    call = rule.read(nn.functional.conv2d, arguments, {}, x, lambda value: View("w", ()) if value is weight else None)
+    assert call is not None
+    total = torch.zeros(4, weight[0].numel() + 1, dtype=torch.float64)
+    rule.add_total(call, g, ExampleAxis(0), 3, total[:, :-1], total[:, -1])
+    torch.testing.assert_close(total[:, :-1], gradient.flatten(1), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(total[:, -1], g.sum((0, 2, 3)), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(("size", "stride", "left", "edge"), [(1, 1, 1, 0), (2, 2, 2, 0), (2, 1, 3, 1), (8, 2, 3, 1)])
+def test_how_much_of_a_kernel_of_three_is_left(size: int, stride: int, left: int, edge: int) -> None:
+    window, entries = trimmed(Window((3,), (stride,), (1,), (1,), (1,)), torch.Size([size]))
+    assert (window.kernel, window.before, window.after) == ((left,), (edge,), (edge,))
+    assert entries == (slice(1 - edge, 1 - edge + left),)
+
+
+@SETTINGS
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 6), st.integers(1, 6), st.integers(1, 5))
+def test_moments_by_shifts(groups: int, channels: int, height: int, width: int, images: int) -> None:
+    """Images convolved with themselves, less what the edges of a kernel 3×3 miss, give what unfolding gives."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(images, groups * channels, height, width, generator=generator, dtype=torch.float64)
+    window = Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))
+    total = _ByShifts(window, x, groups)
+    for part in x.split(2):
+        total.add(part)
+    check_moments(total.collect(), window.patches(x.unsqueeze(1), groups))
+
+
+@pytest.mark.parametrize(
+    ("channels", "space", "window", "way"),
+    [
+        (16, 16, Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), _ByShifts),
+        (16, 2, Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), _ByPixels),
+        (16, 16, Window((3, 3), (2, 2), (1, 1), (1, 1), (1, 1)), _ByRows),
+        (16, 16, Window((3, 3), (1, 1), (1, 1), (0, 0), (0, 0)), _ByRows),
+        (3, 16, Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), _ByRows),
+    ],
+)
+def test_the_way_to_moments_that_is_least_work(channels: int, space: int, window: Window, way: type) -> None:
+    assert isinstance(moment_sum(Images(window, torch.zeros(1, channels, space, space), 1)), way)
 
 
 def check_moments(found: Moments, a: Tensor) -> None:

@@ -85,8 +85,8 @@ class Recorder(TorchFunctionMode):
                 return _TRANSPARENT[func](*args, **kwargs)
         if func in _ADDING and len(args) == 2:
             args = self._broadcast(args)
-        output = func(*args, **kwargs)
         rule = RULES.get(func)
+        output = func(*args, **kwargs) if rule is None else rule.run(func, args, kwargs)
         if rule is None or not isinstance(output, Tensor) or not output.requires_grad:
             return output
         call = rule.read(func, args, kwargs, output, self.owner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lapwing.layers.rule import Call, ExampleAxis, PairRule
-from lapwing.layers.window import Images, Window
+from lapwing.layers.window import Images, Window, trimmed
 from lapwing.views import Owner
 
 
@@ -36,6 +37,20 @@ class Convolution(PairRule):
             options,
         )
 
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x, w, b, options = _bind(*args, **kwargs)
+        window: Window = options["window"]
+        space = x.shape[x.dim() - window.dimensions :]
+        if not window.even or space.numel() == 0:
+            return function(*args, **kwargs)
+        fewer, entries = trimmed(window, space)
+        if fewer == window and not _is_linear(window, x, options["groups"]):
+            return function(*args, **kwargs)
+        w = w[(slice(None), slice(None), *entries)]
+        if _is_linear(fewer, x, options["groups"]):
+            return functional.linear(x.flatten(1), w.flatten(1), b).unflatten(1, (-1, *(1 for _ in space)))
+        return function(x, w, b, window.stride, fewer.before, window.dilation, options["groups"])
+
     def bias_align(self, output: Tensor, weight: Tensor) -> tuple[int, ...] | None:
         return channels_of(output, weight.dim() - 2)
 
@@ -51,15 +66,18 @@ class Convolution(PairRule):
     ) -> None:
         window: Window = call.options["window"]
         assert call.shape is not None
-        groups, outputs, inputs = call.shape
-        x = call.input if window.before == window.after else window.pad(call.input)
-        padding = window.before if window.before == window.after else (0,) * window.dimensions
-        like = g.new_empty(groups * outputs, inputs // prod(window.kernel), *window.kernel)
-        _, own, _ = torch.ops.aten.convolution_backward(
-            g, x.to(g.dtype), like, None, window.stride, padding, window.dilation, False, (0,) * window.dimensions,
-            groups, (False, True, False),
-        )  # fmt: skip
-        weight += own.flatten(1)
+        groups, _, inputs = call.shape
+        kernels = weight.unflatten(1, (inputs // prod(window.kernel), *window.kernel))
+        x, zeros = call.input.to(g.dtype), (0,) * window.dimensions
+        if window.even:
+            window, entries = trimmed(window, x.shape[x.dim() - window.dimensions :])
+            kernels = kernels[(slice(None), slice(None), *entries)]
+        else:
+            x, window = window.pad(x), replace(window, before=zeros, after=zeros)
+        if _is_linear(window, x, groups):
+            kernels += (g.flatten(1).T @ x.flatten(1)).unflatten(1, kernels.shape[1:])
+        else:
+            kernels += _weight_gradient(g, x, kernels, window, groups)
         if bias is not None:
             bias += g.sum([i for i in range(g.dim()) if i != 1])
 
@@ -85,6 +103,20 @@ def positions_of(g: Tensor, call: Call, axis: ExampleAxis, examples: int) -> Ten
     groups, outputs, _ = call.shape
     g = axis.first(g, examples, skip=1).flatten(4).unflatten(3, (groups, outputs))  # [K, N, k, Q, O, R]
     return g.permute(0, 1, 3, 2, 5, 4).flatten(3, 4)
+
+
+def _is_linear(window: Window, x: Tensor, groups: int) -> bool:
+    """Whether the kernel is as large as the images `x: [B, C, *space]`, so that there is one position."""
+    return groups == 1 and window.kernel == x.shape[2:] and not any(window.before)
+
+
+def _weight_gradient(g: Tensor, x: Tensor, like: Tensor, window: Window, groups: int) -> Tensor:
+    """That of a kernel like `like`, summed over examples and positions."""
+    kernels, zeros = torch.empty_like(like, memory_format=torch.contiguous_format), (0,) * window.dimensions
+    found: Tensor = torch.ops.aten.convolution_backward(
+        g, x, kernels, None, window.stride, window.before, window.dilation, False, zeros, groups, (False, True, False)
+    )[1]
+    return found
 
 
 def _bind(

@@ -1,20 +1,23 @@
 """`Σ a aᵀ` over the patches of a convolution, without the patches.
 
-What is summed over the batches are products between pixels or between rows of the images, whichever is less work; each
-is computed once, where unfolding computes it for every pair of kernel entries that see it. The sums become moments of
-patches when they are read.
+What is summed over the batches are products between pixels, between rows or between shifted images, whichever is less
+work; each is computed once, where unfolding computes it for every pair of kernel entries that see it. The sums become
+moments of patches when they are read.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lapwing.gram import Gram
 from lapwing.layers.window import Images, Window
@@ -53,9 +56,12 @@ def moment_sum(images: Images) -> MomentSum | None:
     by_rows = padded * window.kernel[0] * (entries // window.kernel[0]) ** 2 * (prod(positions) // positions[0])
     by_patches = prod(positions) * entries**2
     by_pixels = space.numel() ** 2 if space.numel() ** 2 <= 2 * entries**2 else math.inf  # no larger than the result
-    if by_patches <= min(by_rows, by_pixels):
-        return None
-    return (_ByPixels if by_pixels < by_rows else _ByRows)(window, images.x, images.groups)
+    by_shifts = 15 * space.numel() if _ByShifts.fits(window, images.x.shape[1] // images.groups) else math.inf
+    ways: list[tuple[float, Callable[[Window, Tensor, int], MomentSum]]] = [
+        (by_pixels, _ByPixels), (by_shifts, _ByShifts), (by_rows, _ByRows),
+    ]  # fmt: skip
+    least, way = min(ways, key=lambda candidate: candidate[0])
+    return None if by_patches <= least else way(window, images.x, images.groups)
 
 
 class _ByPixels:
@@ -94,6 +100,74 @@ class _ByPixels:
         inputs = self.channels * entries
         count = self.images * positions
         return Moments(found.reshape(self.groups, inputs, inputs), sums.reshape(self.groups, inputs), count)
+
+
+class _ByShifts:
+    """The block of kernel entries i and j = i + d is `Σ_u x_u x_{u+d}ᵀ` over the pixels u that i sees. Over all pixels
+    this depends on d alone, and is what the gradient of a kernel is made of where images are convolved with themselves.
+    An entry on the edge of the kernel misses one line of pixels at the border. For kernels 3×3, padded by one.
+    """
+
+    def __init__(self, window: Window, images: Tensor, groups: int) -> None:
+        self.groups, self.channels, self.count = groups, images.shape[1] // groups, 0
+        each = (groups, self.channels, self.channels)
+        self.shifted = images.new_zeros(3, 5, *each)  # by d, of which one half is enough: rows 0 to 2, columns −2 to 2
+        self.borders = images.new_zeros(2, 2, 3, *each)  # rows or columns, first or last, by d along the line
+        self.corners = images.new_zeros(2, 2, *each)
+        self.sums = images.new_zeros(3, 3, groups, self.channels)  # what each kernel entry sees
+
+    @staticmethod
+    def fits(window: Window, channels: int) -> bool:
+        """Whether a window is that; with few channels the products are too small to gain."""
+        plain = window.stride == window.dilation == (1, 1)
+        return plain and window.kernel == (3, 3) and window.before == window.after == (1, 1) and channels >= 8
+
+    @property
+    def small(self) -> bool:
+        return True
+
+    def add(self, x: Tensor) -> None:
+        self.count += x.shape[0] * x.shape[2:].numel()
+        below = functional.pad(x, (0, 0, 0, 2))
+        kernels = x.new_empty(x.shape[1], self.channels, 3, 5)
+        shifted = torch.ops.aten.convolution_backward(
+            x, below, kernels, None, (1, 1), (0, 2), (1, 1), False, (0, 0), self.groups, (False, True, False)
+        )[1]
+        self.shifted += torch.unflatten(shifted, 0, (self.groups, -1)).permute(3, 4, 0, 1, 2)
+        grouped = torch.unflatten(x, 1, (self.groups, -1)).permute(3, 4, 1, 2, 0)  # [H, W, Q, C, B], a view
+        for axis in range(2):
+            lines = torch.stack([grouped.select(axis, 0), grouped.select(axis, -1)]).movedim(1, 3).contiguous()
+            length = lines.shape[3]
+            for d in range(min(3, length)):  # lines: [2, Q, C, length, B]
+                self.borders[axis, :, d] += lines[..., : length - d, :].flatten(3) @ lines[..., d:, :].flatten(3).mT
+        corners = grouped[:: max(1, x.shape[2] - 1), :: max(1, x.shape[3] - 1)].expand(2, 2, -1, -1, -1)
+        self.corners += corners @ corners.mT
+        seen = functional.pad(x.sum(0), (1, 1, 1, 1)).unfold(1, x.shape[2], 1).unfold(2, x.shape[3], 1)
+        self.sums += seen.sum((3, 4)).permute(1, 2, 0).unflatten(2, (self.groups, -1))
+
+    def collect(self) -> Moments:
+        found = self.shifted.new_zeros(self.groups, self.channels, 9, self.channels, 9)
+        for i, j in itertools.combinations_with_replacement(range(9), 2):
+            block = self._block(divmod(i, 3), divmod(j, 3))
+            found[:, :, i, :, j] = block
+            found[:, :, j, :, i] = block.mT
+        inputs = 9 * self.channels
+        sums = self.sums.permute(2, 3, 0, 1).reshape(self.groups, inputs)
+        return Moments(found.reshape(self.groups, inputs, inputs), sums, self.count)
+
+    def _block(self, i: tuple[int, int], j: tuple[int, int]) -> Tensor:
+        """`Σ x_u x_{u+d}ᵀ` over the pixels that entry i sees, j = i + d not before it."""
+        down, right = j[0] - i[0], j[1] - i[1]
+        block = self.shifted[down, 2 + right].clone()
+        # The first row of the kernel does not see the last of the image (1), and the other way round (0).
+        row, column = ({0: 1, 1: None, 2: 0}[entry] for entry in i)
+        if down == 0 and row is not None:
+            block -= self.borders[0, row, right]
+        if right == 0 and column is not None:
+            block -= self.borders[1, column, down]
+        if down == right == 0 and row is not None and column is not None:
+            block += self.corners[row, column]
+        return block
 
 
 class _ByRows:

@@ -114,6 +114,10 @@ class Rule(ABC):
     ) -> Call | None:
         """Bind the arguments of the call; None where no Bayesian weight enters it in a way that this rule reads."""
 
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The value of the function, up to rounding, computed with as little work as the rule knows."""
+        return function(*args, **kwargs)
+
     def prepare(self, call: Call) -> Call:
         """Compute, once per batch, what the methods below need."""
         return call

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +23,11 @@ class Window:
     @property
     def dimensions(self) -> int:
         return len(self.kernel)
+
+    @property
+    def even(self) -> bool:
+        """Whether it pads alike on both sides, as PyTorch's convolutions do."""
+        return self.before == self.after
 
     def patches(self, x: Tensor, groups: int) -> Tensor:
         """What each position sees: `[n, k, C, *space]` to `[n, Q, k·positions, I]`."""
@@ -57,6 +63,27 @@ class Window:
             span = self.dilation[dimension] * (self.kernel[dimension] - 1) + 1
             x = x.unfold(2 + dimension, span, self.stride[dimension])[..., :: self.dilation[dimension]]
         return x
+
+
+@functools.lru_cache(maxsize=256)
+def trimmed(window: Window, space: torch.Size) -> tuple[Window, tuple[slice, ...]]:
+    """The window without the kernel entries that see nothing but padding, and which of its entries are left.
+
+    Of a kernel of three rows over a padded image of one row, only the middle row ever sees it.
+    """
+    edges, parts = [], []
+    for axis, (size, positions) in enumerate(zip(space, window.positions(space), strict=True)):
+        step, gap, before = window.stride[axis], window.dilation[axis], window.before[axis]
+        starts = [entry * gap - before for entry in range(window.kernel[axis])]
+        sees = [any(0 <= start + step * place < size for place in range(positions)) for start in starts]
+        first, beyond = (sees.index(True), len(sees) - sees[::-1].index(True)) if any(sees) else (0, len(sees))
+        span, edge = gap * (beyond - first - 1) + 1, -starts[first]
+        if edge < 0 or (size + 2 * edge - span) // step + 1 != positions:
+            first, beyond, edge = 0, len(sees), before
+        edges.append(edge)
+        parts.append(slice(first, beyond))
+    kernel, around = tuple(part.stop - part.start for part in parts), tuple(edges)
+    return replace(window, kernel=kernel, before=around, after=around), tuple(parts)
 
 
 @dataclass(frozen=True)
