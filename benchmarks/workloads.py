@@ -94,11 +94,11 @@ MAIN: dict[str, Workload] = {
     ),
     "resnet18": Workload(
         "ResNet-18", "CIFAR-10, trained for half an epoch of 20,000 images",
-        models.ResNet18, data.cifar10, 128, 2, 128, steps=78,
+        models.ResNet18, data.cifar10, 128, 4, 128, steps=78,
     ),
     "resnet20": Workload(
         "ResNet-20", "CIFAR-10, published weights (91.7 % on test images)",
-        models.CifarResNet, data.cifar10, 128, 2, 128, weights=cifar_resnet_weights,
+        models.CifarResNet, data.cifar10, 128, 4, 128, weights=cifar_resnet_weights,
     ),
     "wrn16-4": Workload(
         "WRN-16-4, 100 classes", "a subset of CIFAR-100, trained for 20 steps",
@@ -106,7 +106,7 @@ MAIN: dict[str, Workload] = {
     ),
     "transformer": Workload(
         "transformer, 4 layers", "AG News (d = 256, 10k words, length 64, 4 classes), trained for 40 steps",
-        text_models.transformer, data.headlines, 32, 2, 64, steps=40, train_batch=32,
+        text_models.transformer, data.headlines, 32, 4, 64, steps=40, train_batch=32,
     ),
     "minilm": Workload(
         "MiniLM, 6 layers", "SST-2 (length 32), published weights, linear head trained for 20 steps",

@@ -307,3 +307,45 @@ def test_members_must_be_fitted_and_have_the_same_outputs() -> None:
     wide = Laplace(nn.Linear(3, 4).double(), "classification").fit([(x, y)])
     with pytest.raises(InputError, match=r"member 0 predicts \[6, 3\], member 1 \[6, 4\]"):
         Mixture([member(0), wide]).predict(X)
+
+
+@pytest.mark.parametrize("method", ["linearized", "sampled", "pushed"])
+def test_joint_predictions_of_regressions(method: str) -> None:
+    """Moments by the law of total covariance, the density member by member, draws against both."""
+    ensemble = members(Gaussian(0.2))
+    options: dict[str, Any] = {"method": method} | ({} if method == "linearized" else {"samples": 9})
+    generator = seeded()
+    parts: list[Any] = [la.predict(X, generator=generator, joint=True, **options) for la in ensemble]
+    mixture: Any = Mixture(ensemble, WEIGHTS).predict(X, generator=seeded(), joint=True, **options)
+    mean = average([part.mean for part in parts])
+    torch.testing.assert_close(mixture.mean, mean)
+    second = [part.covariance + torch.outer(part.mean.flatten(), part.mean.flatten()) for part in parts]
+    torch.testing.assert_close(mixture.covariance, average(second) - torch.outer(mean.flatten(), mean.flatten()))
+    y = networks.targets("regression", 6)
+    logs = torch.stack([part.log_prob(y) for part in parts]) + WEIGHTS.log()
+    torch.testing.assert_close(mixture.log_prob(y), logs.logsumexp(0))
+    alone: Any = Mixture(ensemble, WEIGHTS).predict(X, generator=seeded(), **options)
+    torch.testing.assert_close(mixture.marginals.mean, alone.mean)
+    torch.testing.assert_close(mixture.marginals.variance, alone.variance)
+    own = mixture.covariance.diagonal().reshape(mean.shape)
+    if method == "linearized":  # the covariance of samples is divided by S − 1
+        torch.testing.assert_close(own, alone.epistemic)
+    drawn = mixture.sample(200_000, generator=seeded()).flatten(1)
+    error = (drawn.T @ drawn / len(drawn) - drawn.mean(0).outer(drawn.mean(0)) - mixture.covariance).abs()
+    if method == "linearized":
+        assert float(error.max()) < 0.02 * float(mixture.covariance.abs().max())
+    assert float((drawn.mean(0) - mean.flatten()).abs().max()) < 0.02 * float(own.max().sqrt())
+
+
+def test_joint_predictions_of_classes() -> None:
+    """The draws of each member are its own, one after the other from the same source of randomness."""
+    ensemble = members()
+    y = networks.targets("classification", 6)
+    generator = seeded()
+    parts: list[Any] = [la.predict(X, joint=True) for la in ensemble]
+    logs = torch.stack([part.log_prob(y, 500, generator) for part in parts]) + WEIGHTS.log()
+    mixture: Any = Mixture(ensemble, WEIGHTS).predict(X, joint=True)
+    torch.testing.assert_close(mixture.log_prob(y, 500, seeded()), logs.logsumexp(0))
+    torch.testing.assert_close(mixture.marginals.probs, Mixture(ensemble, WEIGHTS).predict(X).probs)
+    with pytest.raises(InputError, match="at least 1, got 0"):
+        mixture.sample(0)

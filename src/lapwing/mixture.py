@@ -11,6 +11,8 @@ from torch import Tensor
 from lapwing.comparison import check_comparable, log_evidences
 from lapwing.errors import InputError, NotFittedError, choose
 from lapwing.laplace import Laplace
+from lapwing.predictive.joint import JointPrediction, JointSamples
+from lapwing.predictive.joint_mixture import JointMixture
 from lapwing.predictive.mixing import mix
 from lapwing.predictive.prediction import Prediction
 
@@ -67,8 +69,9 @@ class Mixture:
         samples: int | None = None,
         generator: torch.Generator | None = None,
         center: str | None = None,
+        joint: bool = False,
     ) -> Prediction:
-        """The mixture of the members' predictions at `x`, a `Prediction` of the same kind.
+        """The mixture of the members' predictions at `x`, a `Prediction` of the same kind, or a `JointMixture`.
 
         The arguments are those of `Laplace.predict` and go to each member of a weight above 0, with one generator for
         all. What the members disagree on counts as epistemic. `samples` is a number: members have weights of their own.
@@ -77,8 +80,10 @@ class Mixture:
             raise InputError("A Mixture draws the weights of each member itself: give samples as a number.")
         counted = self.weights > 0
         members = [la for la, counts in zip(self.members, counted.tolist(), strict=True) if counts]
-        predictions = [la.predict(x, method, link, samples, generator, center) for la in members]
-        return mix(predictions, self.weights[counted].log())
+        predictions = [la.predict(x, method, link, samples, generator, center, joint) for la in members]
+        log_weights = self.weights[counted].log()
+        found = [one for one in predictions if isinstance(one, JointPrediction | JointSamples)]
+        return JointMixture(tuple(found), log_weights) if joint else mix(predictions, log_weights)
 
     def log_evidence(self) -> Tensor:
         """`log Σ_m w_m p(D|M_m)`: a 0-d float64 tensor.

@@ -4,6 +4,7 @@ on it: a sweep over prior precision, noise or temperature never decomposes twice
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from lapwing.curvature import Block, Curvature
 from lapwing.curvature.accumulator import Decomposition
-from lapwing.priors import GaussianPrior
+from lapwing.priors import GaussianPrior, Value
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Spectrum:
     curvature: Curvature
     _plain: dict[int, Decomposition] = field(default_factory=dict, repr=False)
     _shaped: dict[int, tuple[Tensor, Decomposition]] = field(default_factory=dict, repr=False)
-    _distances: tuple[object, dict[str, Tensor]] | None = field(default=None, repr=False)
+    _distances: tuple[Mapping[str, Value], dict[str, Tensor]] | None = field(default=None, repr=False)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -61,7 +62,8 @@ class Spectrum:
 
     def squared_distance(self, prior: GaussianPrior, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """`‖θ̃ − μ₀‖²` by parameter, 0-d; kept for the last prior mean, unless a gradient in it is wanted."""
-        if self._distances is not None and self._distances[0] is prior.mean:
+        assert isinstance(prior.mean, Mapping)
+        if self._distances is not None and _same_values(self._distances[0], prior.mean):
             return self._distances[1]
         means = prior.means({name: value.shape for name, value in weights.items()})
         found = {
@@ -83,6 +85,10 @@ class Spectrum:
             return PriorOfBlock(elements.reshape(self.decompose(index, None).basis.shape), None)
         # Relative to the first element, so that M does not change when all precisions do.
         return PriorOfBlock(elements[0], elements / elements[0])
+
+
+def _same_values(left: Mapping[str, Value], right: Mapping[str, Value]) -> bool:
+    return list(left) == list(right) and all(left[name] is right[name] for name in left)
 
 
 def _same(left: Tensor, right: Tensor) -> bool:

@@ -46,7 +46,7 @@ def _all(predictions: Sequence[Prediction], kind: type[Kind]) -> list[Kind]:
 
 def _classes(members: list[ClassPrediction], log_weights: Tensor) -> ClassPrediction:
     first = members[0]
-    _check_shapes([member.log_probs for member in members])
+    check_shapes([member.log_probs for member in members])
     if len({member.dim for member in members}) > 1:
         raise InputError("Members with classes along different dimensions do not mix.")
     log_probs = _log_average([member.log_probs for member in members], log_weights)
@@ -59,7 +59,7 @@ def _classes(members: list[ClassPrediction], log_weights: Tensor) -> ClassPredic
 
 
 def _answers(members: list[BinaryPrediction], log_weights: Tensor) -> BinaryPrediction:
-    _check_shapes([member.log_yes for member in members])
+    check_shapes([member.log_yes for member in members])
     yes = _log_average([member.log_yes for member in members], log_weights)
     no = _log_average([member.log_no for member in members], log_weights)
 
@@ -71,7 +71,7 @@ def _shared(members: Sequence[ClassPrediction | BinaryPrediction], log_weights: 
     """`log w_m + log p_m(y)` of all outputs of an example together: `[M, N]`."""
 
     def components(targets: Tensor) -> Tensor:
-        logs = _promoted([member.log_prob(targets) for member in members])
+        logs = promoted([member.log_prob(targets) for member in members])
         return logs + log_weights.to(logs).unsqueeze(1)
 
     return components
@@ -84,19 +84,19 @@ def _parts(
 ) -> Parts:
     """The mixture's entropy and variance, within which only the members' aleatoric parts remain."""
     entropies, variances = (
-        _average([member.uncertainty(measure).aleatoric for member in members], log_weights)
+        average([member.uncertainty(measure).aleatoric for member in members], log_weights)
         for measure in ("entropy", "variance")
     )
     return Parts(Split(mixed.entropy, entropies), Split(mixed.variance, variances), members[0].parts.source)
 
 
 def _values(members: list[RegressionPrediction], log_weights: Tensor) -> RegressionPrediction:
-    _check_shapes([member.mean for member in members])
-    mean = _average([member.mean for member in members], log_weights)
-    aleatoric = _average([member.aleatoric for member in members], log_weights)
-    epistemic = _average([member.epistemic + (member.mean - mean).square() for member in members], log_weights)
+    check_shapes([member.mean for member in members])
+    mean = average([member.mean for member in members], log_weights)
+    aleatoric = average([member.aleatoric for member in members], log_weights)
+    epistemic = average([member.epistemic + (member.mean - mean).square() for member in members], log_weights)
     components = Components.joined([_components(member) for member in members], log_weights)
-    noise_entropy = _average([member.uncertainty("entropy").aleatoric for member in members], log_weights)
+    noise_entropy = average([member.uncertainty("entropy").aleatoric for member in members], log_weights)
     return RegressionPrediction(mean, aleatoric, epistemic, components=components, noise_entropy=noise_entropy)
 
 
@@ -110,7 +110,7 @@ def _components(member: RegressionPrediction) -> Components:
     return Components(member.mean.new_zeros(1), member.mean[None], member.variance[None], covariance)
 
 
-def _check_shapes(outputs: list[Tensor]) -> None:
+def check_shapes(outputs: list[Tensor]) -> None:
     for number, output in enumerate(outputs):
         if output.shape != outputs[0].shape:
             raise InputError(
@@ -119,20 +119,20 @@ def _check_shapes(outputs: list[Tensor]) -> None:
             )
 
 
-def _average(values: list[Tensor], log_weights: Tensor) -> Tensor:
+def average(values: list[Tensor], log_weights: Tensor) -> Tensor:
     """`Σ_m w_m values_m`."""
-    stacked = _promoted(values)
+    stacked = promoted(values)
     average: Tensor = torch.tensordot(log_weights.exp().to(stacked), stacked, dims=1)
     return average
 
 
 def _log_average(logs: list[Tensor], log_weights: Tensor) -> Tensor:
     """`log Σ_m w_m exp(logs_m)`."""
-    stacked = _promoted(logs)
+    stacked = promoted(logs)
     return (stacked + log_weights.to(stacked).reshape(-1, *[1] * logs[0].dim())).logsumexp(0)
 
 
-def _promoted(values: list[Tensor]) -> Tensor:
+def promoted(values: list[Tensor]) -> Tensor:
     """Side by side `[M, ...]` in the widest of their dtypes."""
     dtype = functools.reduce(torch.promote_types, [value.dtype for value in values])
     return torch.stack([value.to(dtype) for value in values])

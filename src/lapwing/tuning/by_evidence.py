@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,7 +43,7 @@ def tune_by_evidence(
     space = search_space(la, groups, noise)
     if not bool(space.free.any()):
         raise InputError("Nothing to tune. " + " ".join(space.held))
-    point, residual, steps = maximize(space, tolerance, max_steps)
+    point, value, residual, steps = maximize(space, tolerance, max_steps)
     converged = residual <= tolerance
     messages = [*space.held, *space.run_off(point)]
     if not converged and len(messages) == len(space.held):
@@ -56,14 +57,13 @@ def tune_by_evidence(
     shown = {
         label: float(value) if value.dim() == 0 else value.clone() for label, value in space.precisions(point).items()
     }
-    value = float(tuned.log_evidence())
     chosen_noise = float(tuned._noise) if space.noise else None
     start = float(la.log_evidence())
     return tuned, Tuning("evidence", start, value, converged, steps, residual, shown, chosen_noise, [], tuple(messages))
 
 
-def maximize(space: Space, tolerance: float, max_steps: int) -> tuple[Tensor, float, int]:
-    """L-BFGS ascent; returns the point, its relative violation of the optimality conditions, and the steps.
+def maximize(space: Space, tolerance: float, max_steps: int) -> tuple[Tensor, float, float, int]:
+    """L-BFGS ascent; the point, its evidence and relative violation of the optimality conditions, and the steps.
 
     Along each coordinate the gradient is `½(γ − λ‖θ*‖²)` and the curvature at most `½ max(γ, λ‖θ*‖²)`, which
     gives first steps that neither overshoot nor crawl. It is taken anew at every step, without which one
@@ -99,7 +99,7 @@ def maximize(space: Space, tolerance: float, max_steps: int) -> tuple[Tensor, fl
             continue
         pairs = [*pairs, (after - point, gradient - new_gradient)][-20:]
         point, value, gradient = after, new_value, new_gradient
-    return point, residual, step
+    return point, value, residual, step
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Space:
     def sizes(self, point: Tensor) -> Tensor:
         """What the gradient is measured against: the distances, or the size of a group at the prior mean."""
         scale = self.distances(point)
-        counts = self._counts().to(scale)
+        counts = self._counts.to(scale)
         scale[: len(counts)] = torch.where(scale[: len(counts)] > 0, scale[: len(counts)], counts)
         return scale.clamp(min=1e-300)
 
@@ -165,6 +165,7 @@ class Space:
             return found
         return torch.cat([found, (self.la.curvature.statistics.observations * posterior.temperature)[None]])
 
+    @cached_property
     def _counts(self) -> Tensor:
         return torch.cat([group.counts().flatten() for group in self.groups])
 
@@ -172,7 +173,7 @@ class Space:
         """What has no interior optimum: at the edge, or where the center moves, without a direction determined."""
         gone = self.free & (point.abs() >= EDGE)
         if self.la.center != "network":
-            sizes = self._counts().to(point)
+            sizes = self._counts.to(point)
             count = len(sizes)
             gone[:count] |= self.free[:count] & (self.sizes(point)[:count] < 1e-8 * sizes)
         if not bool(gone.any()):
