@@ -383,3 +383,21 @@ def test_sequences_of_different_lengths() -> None:
     statistics = la.curvature.statistics
     assert float(statistics.errors.sum()) == pytest.approx(statistics.squared_error)  # type: ignore[union-attr]
     torch.testing.assert_close(dense(la), oracles.curvature(la, data))
+
+
+def test_a_prior_mean_that_changes_is_seen() -> None:
+    """Distances to it are kept between evaluations, as long as it is the same."""
+    x, y = networks.inputs("mlp", 8), networks.targets("classification", 8)
+    la = Laplace(networks.make("mlp"), "classification").fit([(x, y)])
+    mean = torch.zeros((), dtype=torch.float64)
+    before = la.at(prior=GaussianPrior(2.0, mean)).log_evidence()
+    torch.testing.assert_close(la.at(prior=GaussianPrior(2.0, mean)).log_evidence(), before)
+    mean += 1
+    moved = la.at(prior=GaussianPrior(2.0, mean)).log_evidence()
+    torch.testing.assert_close(moved, la.at(prior=GaussianPrior(2.0, 1.0)).log_evidence())
+    assert float((moved - before).detach().abs()) > 1
+    mean.requires_grad_()
+    la.at(prior=GaussianPrior(2.0, mean)).log_evidence().backward()
+    weights = torch.cat([parameter.detach().flatten() for parameter in la.model.parameters()])
+    assert mean.grad is not None
+    torch.testing.assert_close(mean.grad, 2.0 * (weights - 1).sum())

@@ -249,6 +249,29 @@ def test_predictives_against_a_million_draws(likelihood: PairLikelihood) -> None
             torch.testing.assert_close(found.variance, found.aleatoric + found.epistemic)
 
 
+@pytest.mark.parametrize("head", ["softplus", "exp"])
+def test_the_predictive_of_a_known_noise_against_a_million_draws(head: str) -> None:
+    """With the second natural parameters held, the mean is linear in the first: exact at any variance of f."""
+    likelihood = Heteroscedastic(head)
+    mean = torch.tensor([[0.8, -0.5, 0.6, 0.9]], dtype=torch.float64)
+    root = drawn(4, 4, seed=2)
+    covariance = (root @ root.T).unsqueeze(0)
+    f = GaussianOutputs(mean, covariance.diagonal(dim1=1, dim2=2), covariance)
+    generator, count = torch.Generator().manual_seed(3), 1_000_000
+    draws = mean + torch.randn(count, 4, generator=generator, dtype=torch.float64) @ root.T
+    draws[:, 2:] = mean[:, 2:]
+    means, variances = likelihood.moments(draws)
+    found: Any = likelihood.predict_gaussian(f, NOISE, "known", 1, generator)
+    slack = 5 / math.sqrt(count)
+    assert bool(((found.mean[0] - means.mean(0)).abs() <= slack * means.std(0)).all())
+    torch.testing.assert_close(found.epistemic[0], means.var(0), rtol=math.sqrt(2) * slack, atol=0)
+    torch.testing.assert_close(found.aleatoric[0], variances[0])
+    for y in (torch.tensor([[0.3, -0.2]], dtype=torch.float64), torch.tensor([[2.0, 1.0]], dtype=torch.float64)):
+        density = Normal(means, variances.sqrt()).log_prob(y).sum(1).exp()
+        error = slack * float(density.std())
+        assert abs(float(found.log_prob(y).exp()) - float(density.mean())) <= error
+
+
 def test_several_targets_share_one_joint_prediction() -> None:
     model, x, y = network(4)
     la = Laplace(model, Heteroscedastic("exp"), "full").fit([(x, y)])

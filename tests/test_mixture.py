@@ -324,6 +324,12 @@ def test_joint_predictions_of_regressions(method: str) -> None:
     y = networks.targets("regression", 6)
     logs = torch.stack([part.log_prob(y) for part in parts]) + WEIGHTS.log()
     torch.testing.assert_close(mixture.log_prob(y), logs.logsumexp(0))
+    if method == "linearized":
+        torch.testing.assert_close(mixture.distribution().log_prob(y.flatten()), mixture.log_prob(y))
+        torch.testing.assert_close(mixture.distribution().mean, mean.flatten())
+    else:
+        with pytest.raises(InputError, match="no closed form"):
+            mixture.distribution()
     alone: Any = Mixture(ensemble, WEIGHTS).predict(X, generator=seeded(), **options)
     torch.testing.assert_close(mixture.marginals.mean, alone.mean)
     torch.testing.assert_close(mixture.marginals.variance, alone.variance)
@@ -345,7 +351,10 @@ def test_joint_predictions_of_classes() -> None:
     parts: list[Any] = [la.predict(X, joint=True) for la in ensemble]
     logs = torch.stack([part.log_prob(y, 500, generator) for part in parts]) + WEIGHTS.log()
     mixture: Any = Mixture(ensemble, WEIGHTS).predict(X, joint=True)
-    torch.testing.assert_close(mixture.log_prob(y, 500, seeded()), logs.logsumexp(0))
+    torch.testing.assert_close(mixture.log_prob(y, samples=500, generator=seeded()), logs.logsumexp(0))
+    one: Any = Mixture(ensemble, [0, 1, 0]).predict(X, joint=True)
+    torch.testing.assert_close(one.covariance, parts[1].covariance)
+    assert one.sample(4, seeded()).shape == (4, *parts[1].mean.shape)
     torch.testing.assert_close(mixture.marginals.probs, Mixture(ensemble, WEIGHTS).predict(X).probs)
     with pytest.raises(InputError, match="at least 1, got 0"):
         mixture.sample(0)

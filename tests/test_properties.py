@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,35 +112,58 @@ def test_moments_of_convolutions(case: tuple[nn.Module, Tensor]) -> None:
         check_moments(total.collect(), a)
 
 
-Numbers = tuple[int, int]
+@st.composite
+def small_convolutions(draw: st.DrawFn) -> tuple[tuple[Any, ...], Tensor, Tensor]:
+    """Arguments of a convolution in one to three dimensions of images hardly larger than its kernel, input and weight."""
+    dimensions = draw(st.integers(1, 3))
 
+    def each(least: int, most: int) -> list[int]:
+        return draw(st.lists(st.integers(least, most), min_size=dimensions, max_size=dimensions))
 
-def pairs(least: int, most: int) -> st.SearchStrategy[Numbers]:
-    return st.tuples(st.integers(least, most), st.integers(least, most))
+    space, kernel, stride, dilation, padding = each(1, 4), each(1, 4), each(1, 3), each(1, 3), each(0, 3)
+    spans = [gap * (size - 1) + 1 for size, gap in zip(kernel, dilation, strict=True)]
+    assume(all(size + 2 * edge >= span for size, edge, span in zip(space, padding, spans, strict=True)))
+    groups, generator = draw(st.sampled_from([1, 2])), torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(*sizes, generator=generator, dtype=torch.float64).requires_grad_()
+        for sizes in ((3, 2, *space), (4, 2 // groups, *kernel), (4,))
+    )
+    return (x, weight, bias, stride, padding, dilation, groups), x, weight
 
 
 @settings(SETTINGS, max_examples=200)
-@given(pairs(1, 4), pairs(1, 4), pairs(1, 3), pairs(1, 3), pairs(0, 3), st.sampled_from([1, 2]))
-def test_kernel_entries_that_see_only_padding(
-    space: Numbers, kernel: Numbers, stride: Numbers, dilation: Numbers, padding: Numbers, groups: int
-) -> None:
+@given(small_convolutions())
+def test_kernel_entries_that_see_only_padding(case: tuple[tuple[Any, ...], Tensor, Tensor]) -> None:
     """Leaving them out changes neither the values nor the gradients of a convolution."""
-    spans = [gap * (size - 1) + 1 for size, gap in zip(kernel, dilation, strict=True)]
-    assume(all(size + 2 * edge >= span for size, edge, span in zip(space, padding, spans, strict=True)))
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, 2, *space, generator=generator, dtype=torch.float64)
-    weight = torch.randn(4, 2 // groups, *kernel, generator=generator, dtype=torch.float64, requires_grad=True)
-    rule, arguments = Convolution(), (x, weight, None, stride, padding, dilation, groups)
-    expected, found = nn.functional.conv2d(*arguments), rule.run(nn.functional.conv2d, arguments, {})
+    arguments, x, weight = case
+    rule, function = Convolution(), (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)[x.dim() - 3]
+    expected, found = function(*arguments), rule.run(function, arguments, {})
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
-    g = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
-    (gradient,) = torch.autograd.grad(expected, weight, g)
-    call = rule.read(nn.functional.conv2d, arguments, {}, x, lambda value: View("w", ()) if value is weight else None)
+    g = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = torch.autograd.grad(expected, (x, weight), g)
+    for one, other in zip(torch.autograd.grad(found, (x, weight), g), gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+    call = rule.read(function, arguments, {}, x, lambda value: View("w", ()) if value is weight else None)
     assert call is not None
     total = torch.zeros(4, weight[0].numel() + 1, dtype=torch.float64)
-    rule.add_total(call, g, ExampleAxis(0), 3, total[:, :-1], total[:, -1])
-    torch.testing.assert_close(total[:, :-1], gradient.flatten(1), rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(total[:, -1], g.sum((0, 2, 3)), rtol=1e-12, atol=1e-13)
+    rule.add_total(replace(call, input=x.detach()), g, ExampleAxis(0), 3, total[:, :-1], total[:, -1])
+    torch.testing.assert_close(total[:, :-1], gradients[1].flatten(1), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(total[:, -1], g.transpose(0, 1).flatten(1).sum(1), rtol=1e-12, atol=1e-13)
+
+
+def test_what_a_convolution_refuses_stays_refused() -> None:
+    x, weight = torch.zeros(2, 3, 3, 3), torch.zeros(4, 3, 3, 3)
+    for wrong in (
+        (x, weight, None, 1, 0, 2),  # larger than the image
+        (x[:, :2], weight),
+        (x, weight, torch.zeros(1)),
+        (x[:, :, :1, :1], weight, None, 2, "same"),
+    ):
+        with pytest.raises(RuntimeError) as plain:
+            nn.functional.conv2d(*wrong)
+        with pytest.raises(RuntimeError) as ours:
+            Convolution().run(nn.functional.conv2d, wrong, {})
+        assert str(ours.value) == str(plain.value)
 
 
 @pytest.mark.parametrize(("size", "stride", "left", "edge"), [(1, 1, 1, 0), (2, 2, 2, 0), (2, 1, 3, 1), (8, 2, 3, 1)])
@@ -150,7 +174,7 @@ def test_how_much_of_a_kernel_of_three_is_left(size: int, stride: int, left: int
 
 
 @SETTINGS
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 6), st.integers(1, 6), st.integers(1, 5))
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(2, 6), st.integers(2, 6), st.integers(1, 5))
 def test_moments_by_shifts(groups: int, channels: int, height: int, width: int, images: int) -> None:
     """Images convolved with themselves, less what the edges of a kernel 3×3 miss, give what unfolding gives."""
     generator = torch.Generator().manual_seed(0)

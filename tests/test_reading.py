@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from lapwing import InputError, Laplace
 from tests import networks, oracles
@@ -311,31 +312,54 @@ def test_scale_of_layers_that_share_weights() -> None:
         torch.testing.assert_close(block.accumulator.matrix().trace(), expected.trace())
 
 
+def paths(la: Laplace) -> dict[str, str]:
+    """How each parameter was read."""
+    return {name: layer.path for block in la.curvature.blocks for layer in block.layers for name in layer.parameters}
+
+
 @pytest.mark.parametrize("structure", ["full", "diag", "block"])
 def test_rows_of_a_table_and_entries_of_a_vector_are_read_by_rules(structure: str) -> None:
-    """As the one kind of token that a classifier of single sentences has."""
-
     class Rows(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.words = nn.Linear(3, 4)
-            self.kinds = nn.Parameter(torch.randn(3, 4))
-            self.gains = nn.Parameter(torch.randn(5))
-            self.stack = nn.Parameter(torch.randn(2, 4, 4))
+            self.kinds, self.only, self.deep = (nn.Parameter(torch.randn(*s)) for s in ((3, 4), (1, 4), (3, 1, 4)))
+            self.gains, self.scales, self.sums = (nn.Parameter(torch.randn(5)) for _ in range(3))
+            self.stack, self.token = nn.Parameter(torch.randn(2, 4, 4)), nn.Parameter(torch.randn(2, 4))
+            self.gain, self.shifts = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(2, 4))
             self.head = nn.Linear(4, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            hidden = torch.tanh(self.words(x) + self.kinds[1]) * self.gains[2]  # a row of three, an entry of five
-            hidden = torch.tanh(nn.functional.linear(hidden, self.stack[1], self.kinds[2])) * self.gains[1:].sum()
+            hidden = torch.tanh(self.words(x) + self.kinds[1]) * self.gains[2] * self.gains[0]
+            hidden = (hidden + self.only[0]) * self.deep[2] * self.scales[1:]
+            hidden = functional.linear(torch.tanh(hidden), self.stack[1], self.kinds[2]) * self.sums[1:].sum()
+            hidden = functional.layer_norm(hidden + self.token[1].expand(len(x), -1), (4,), self.gain, self.shifts[1])
             out: Tensor = self.head(hidden + self.kinds[0:1])
             return out
 
     torch.manual_seed(0)
-    la = check(Rows().double(), [(torch.randn(6, 3).double(), labels(6))], structure)
-    paths = {name: layer.path for block in la.curvature.blocks for layer in block.layers for name in layer.parameters}
-    assert paths["kinds"] == "shift"
-    assert paths["gains"] == "fallback"  # a sum of entries is not a view
-    assert paths["stack"] == "fallback"  # one matrix of several is not read as a layer
+    found = paths(check(Rows().double(), [(torch.randn(6, 3).double(), labels(6))], structure))
+    expected = {"kinds": "shift", "only": "shift", "deep": "scale", "gains": "scale", "scales": "scale",
+                "token": "expansion", "gain": "norm"}  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
+    assert found["sums"] == "fallback"  # a sum of entries is not a view
+    assert found["stack"] == "fallback"  # one matrix of several is not read as a layer
+
+
+def test_a_short_part_of_a_long_table_takes_the_fallback() -> None:
+    """By its rule the gradients of every example would be as long as the table, and nearly all zeros."""
+
+    class Long(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Parameter(torch.randn(40, 3)), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(torch.tanh(x + self.table[:2]).sum(1))
+            return out
+
+    torch.manual_seed(0)
+    assert paths(check(Long().double(), [(sequences(6, 2), labels(6))], "diag"))["table"] == "fallback"
 
 
 def test_rounding_is_not_taken_for_examples_that_interact() -> None:
@@ -354,9 +378,37 @@ def test_rounding_is_not_taken_for_examples_that_interact() -> None:
 
     def fit(coupled: float) -> Laplace:
         torch.manual_seed(0)
-        return Laplace(Cancelling(coupled), "classification", "diag").fit([(torch.randn(8, 3), labels(8))])
+        return Laplace(Cancelling(coupled), "classification", "diag").fit([(torch.randn(20, 3), labels(20))])
 
-    paths = {layer.name: layer.path for block in fit(0.0).curvature.blocks for layer in block.layers}
-    assert paths == {"first": "linear", "head": "linear"}
-    with pytest.raises(InputError, match="Examples must be independent"):
-        fit(0.3)
+    assert set(paths(fit(0.0)).values()) == {"linear"}
+    for coupled in (1.0, 0.1):  # the latter below the rounding of the gradients
+        with pytest.raises(InputError, match="Examples must be independent"):
+            fit(coupled)
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 3])
+def test_convolutions_of_one_position(kernel: int) -> None:
+    """Computed as matrix products: changed in place afterwards, inside a checkpoint, and with a bias."""
+
+    class Squeezed(nn.Module):
+        def __init__(self, inside: bool) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(2, 4, kernel, padding=kernel // 2), nn.Conv2d(4, 3, 1)
+            self.inside = inside
+
+        def body(self, x: Tensor) -> Tensor:
+            hidden = nn.functional.silu(self.first(x)[..., :1, :1].contiguous(), inplace=True)
+            return self.second(hidden).tanh_().flatten(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.inside:
+                return self.body(x)
+            out: Tensor = checkpoint(self.body, x, use_reentrant=False)
+            return out
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 2, 1, 1, generator=generator, dtype=torch.float64)
+    for inside in (False, True):
+        torch.manual_seed(0)
+        la = check(Squeezed(inside).double(), [(x, labels(6))], "block")
+        assert set(paths(la).values()) == {"convolution"}

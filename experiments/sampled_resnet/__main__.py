@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from experiments.cifar_resnet import images, trained
-from lapwing import DrawnPosterior, sample_by_optimization
+from lapwing import DrawnPosterior, Laplace, sample_by_optimization
 from lapwing.plots.canvas import COLORS, GRAY, house_style
 
 HERE = Path(__file__).parent
-IMAGES, DRAWS, DIRECTIONS, TEST = 2000, 2, 1, 200
+IMAGES, DRAWS, DIRECTIONS, TEST = 2000, 4, 3, 200
 PRIOR = 1000.0  # strong on purpose: the number of products grows with the ratio of curvature to prior
-TOLERANCE, MAX_PRODUCTS = 0.1, 8
+TOLERANCE, MAX_PRODUCTS = 0.05, 30
 
 
 def directions(drawn: DrawnPosterior, x: Tensor) -> Tensor:
@@ -43,10 +43,12 @@ def main() -> None:
     x, y = images("cifar10_train20k.npz", "train", IMAGES)
     test, labels = images("cifar10_test.npz", "test", TEST)
     results: dict[str, Any] = {"images": IMAGES, "prior": PRIOR, "tolerance": TOLERANCE}
+    loader = list(zip(x.split(100), y.split(100), strict=True))
     start = time.perf_counter()
+    near = Laplace(model, "classification", "kron", rank_tolerance=1e-3, progress=False).fit(loader)
     drawn = sample_by_optimization(
-        model, "classification", list(zip(x.split(100), y.split(100), strict=True)), DRAWS, PRIOR,
-        tolerance=TOLERANCE, max_products=MAX_PRODUCTS, generator=torch.Generator().manual_seed(0), progress=False,
+        model, "classification", loader, DRAWS, PRIOR, preconditioner=near, tolerance=TOLERANCE,
+        max_products=MAX_PRODUCTS, generator=torch.Generator().manual_seed(0), progress=False,
     )  # fmt: skip
     assert drawn.solution is not None
     gamma = drawn.effective_dimension

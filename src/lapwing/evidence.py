@@ -44,14 +44,23 @@ def log_likelihood(posterior: Posterior) -> Tensor:
 
 def log_prior(posterior: Posterior) -> Tensor:
     """`log N(θ*; μ₀, Π⁻¹)`, untempered; 0-d."""
-    terms = []
+    terms, together = list[Tensor](), dict[int, list[str]]()
     squares = posterior.squared_distances
     for name, precision in posterior.precisions.items():
         chosen = posterior.chosen.get(name)
         if precision.dim() == 0:
-            count = posterior.sizes[name].numel() if chosen is None else chosen.sum()
-            terms.append(0.5 * (count * precision.log() - precision * squares[name].sum()))
+            together.setdefault(id(precision), []).append(name)
         else:
             logs = precision.log() if chosen is None else chosen * precision.log()
             terms.append(0.5 * (logs - precision * squares[name]).sum())
+    for names in together.values():  # those that share one precision, at once
+        precision = posterior.precisions[names[0]]
+        square = torch.stack([squares[name].sum() for name in names]).sum()
+        terms.append(0.5 * (sum(_count(posterior, name) for name in names) * precision.log() - precision * square))
     return torch.stack(terms).sum() - 0.5 * posterior.spectrum.curvature.size * math.log(2 * math.pi)
+
+
+def _count(posterior: Posterior, name: str) -> float | Tensor:
+    """How many weights of a parameter are Bayesian."""
+    chosen = posterior.chosen.get(name)
+    return posterior.sizes[name].numel() if chosen is None else chosen.sum()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from torch import Tensor
 from lapwing.comparison import check_comparable, log_evidences
 from lapwing.errors import InputError, NotFittedError, choose
 from lapwing.laplace import Laplace
-from lapwing.predictive.joint import JointPrediction, JointSamples
-from lapwing.predictive.joint_mixture import JointMixture
+from lapwing.predictive.joint_mixture import JointMember, JointMixture
 from lapwing.predictive.mixing import mix
 from lapwing.predictive.prediction import Prediction
 
@@ -82,8 +81,9 @@ class Mixture:
         members = [la for la, counts in zip(self.members, counted.tolist(), strict=True) if counts]
         predictions = [la.predict(x, method, link, samples, generator, center, joint) for la in members]
         log_weights = self.weights[counted].log()
-        found = [one for one in predictions if isinstance(one, JointPrediction | JointSamples)]
-        return JointMixture(tuple(found), log_weights) if joint else mix(predictions, log_weights)
+        if joint:
+            return JointMixture(tuple(cast(JointMember, prediction) for prediction in predictions), log_weights)
+        return mix(predictions, log_weights)
 
     def log_evidence(self) -> Tensor:
         """`log Σ_m w_m p(D|M_m)`: a 0-d float64 tensor.

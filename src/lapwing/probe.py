@@ -2,8 +2,9 @@
 
 Shapes do not tell: `[L, N, D]`, `[N·windows, D]` and `[1, L, D]` look alike. So a random vector v is
 backpropagated, and v scaled by a number α_n of each example's own: where the second gradient is α_n
-times the first along an axis, that axis holds the examples. Where rounding alone moves a gradient by more than is
-allowed, as where attention is nearly even, v scaled by one number for all tells by how much.
+times the first along an axis, that axis holds the examples. Where rounding moves a gradient by more than is allowed, as
+where attention is nearly even, v scaled by one number for all tells by how much; that is asked only where outputs of
+some examples alone have shown that they do not interact.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ logger = logging.getLogger("lapwing")
 
 
 _GROUPS = 16  # most groups that the rows of one matrix are divided into
-_EVEN = 1.37  # no power of two, so that what it scales is rounded anew
-_NOISIEST = 0.1  # of a gradient whose relative error by rounding may be larger, nothing is concluded
+_PADDING = 16  # times as many elements as a use reads that its gradients are filled up to
+_CONSTANT = 1.37  # no power of two, so that what it scales is rounded anew
+_NOISIEST = 0.1  # a larger error is not put down to rounding
 Axes = tuple[ExampleAxis | None, ...]
 
 
@@ -51,8 +53,11 @@ class Examined:
     decided: bool
 
 
-def examine(record: Record) -> Examined:
-    """Backpropagate a vector, and the same scaled by a number of each example's own."""
+def examine(record: Record, independent: bool) -> Examined:
+    """Backpropagate a vector, and the same scaled by a number of each example's own.
+
+    `independent`: the outputs of some examples are known to be the same without the others.
+    """
     vector, scale = _random(record)
     edges: list[Tensor | GradientEdge] = [use.edge for use in record.uses]
     both = _backward(record, [*edges, *record.parameters.values()], vector)
@@ -61,15 +66,15 @@ def examine(record: Record) -> Examined:
     if not edges:
         return Examined((), (), _layers(record, plain, truth), moved, True)
     scaled = _backward(record, edges, vector * scale.view(-1, *[1] * (vector.dim() - 1)))
-    record.axes = tuple(
-        _find(use, first, second, scale) for use, first, second in zip(record.uses, plain, scaled, strict=True)
-    )
-    if any(axis is None for axis in record.axes):
-        even = _backward(record, edges, vector * _EVEN)
-        record.axes = tuple(
-            axis or _find(use, first, second, scale, _noise(first, third))
-            for use, axis, first, second, third in zip(record.uses, record.axes, plain, scaled, even, strict=True)
-        )
+    best = [_find(use, first, second, scale) for use, first, second in zip(record.uses, plain, scaled, strict=True)]
+    allowed = [tolerance(vector.dtype)] * len(best)
+    if independent and any(allowed[0] < error <= _NOISIEST for _, error in best):
+        constant = _backward(record, edges, vector * _CONSTANT)
+        allowed = [
+            max(allowed[0], min(4 * _noise(first, third), _NOISIEST))
+            for first, third in zip(plain, constant, strict=True)
+        ]
+    record.axes = tuple(axis if error <= most else None for (axis, error), most in zip(best, allowed, strict=True))
     record.counts = _counts(record.uses, record.axes)
     reached = [gradient for gradient, found in zip(plain, record.graph.reached, strict=True) if found]
     decided = all(gradient is not None and _tells(gradient) for gradient in reached)
@@ -120,6 +125,8 @@ def read_layer(weight: str, uses: list[Use], parameters: dict[str, Tensor]) -> L
     sizes = tuple(parameters[name].shape for name in names)
     paths = " and ".join(dict.fromkeys(rule.name for rule in rules))
     if all(isinstance(rule, RowRule) for rule in rules):
+        if any(call.entries is not None and _PADDING * len(call.entries) < sizes[0].numel() for call in calls):
+            return None  # gradients of all its elements would mostly be zeros
         return Layer(_layer_name(weight), names, sizes, None, paths, None, "rows")
     tokens = {isinstance(rule, TokenRule) for rule in rules}
     shape, layouts = calls[0].shape, {call.layout for call in calls}
@@ -170,12 +177,12 @@ def _tells(gradient: Tensor) -> bool:
     return bool(gradient.abs().amax() > limits.tiny / limits.eps) if gradient.numel() else False
 
 
-def _noise(plain: Tensor | None, even: Tensor | None) -> float:
-    """The largest relative error by rounding, from the gradient of a vector and that of `_EVEN` times the vector."""
-    if plain is None or even is None or not _tells(plain):
+def _noise(plain: Tensor | None, constant: Tensor | None) -> float:
+    """The largest relative error by rounding, from the gradients of a vector and of `_CONSTANT` times the vector."""
+    if plain is None or constant is None or not _tells(plain):
         return 0.0
     largest = plain.abs().amax()
-    return _error(plain / largest, even / largest, plain / largest * _EVEN)
+    return _error(plain / largest, constant / largest, plain / largest * _CONSTANT)
 
 
 def _error(first: Tensor, second: Tensor, expected: Tensor) -> float:
@@ -184,10 +191,8 @@ def _error(first: Tensor, second: Tensor, expected: Tensor) -> float:
     return float(((second - expected).abs() / size.clamp(min=torch.finfo(size.dtype).tiny)).amax())
 
 
-def _find(
-    use: Use, plain: Tensor | None, scaled: Tensor | None, scale: Tensor, noise: float = 0.0
-) -> ExampleAxis | None:
-    """The axis along which the second gradient is closest to α_n times the first, if it is that close."""
+def _find(use: Use, plain: Tensor | None, scaled: Tensor | None, scale: Tensor) -> tuple[ExampleAxis | None, float]:
+    """The axis along which the second gradient is closest to α_n times the first, and how far it is from that."""
     examples = scale.shape[0]
 
     def arrange(gradient: Tensor) -> Tensor:
@@ -201,18 +206,18 @@ def _find(
         for inner in ((False, True) if shape[dimension] > examples else (False,))
     ]
     if plain is None or scaled is None or examples == 1 or not _tells(plain):
-        return candidates[0] if candidates else None
+        return (candidates[0], 0.0) if candidates else (None, math.inf)
     plain, scaled = arrange(plain), arrange(scaled)
     largest = plain.abs().amax()
     plain, scaled = plain / largest, scaled / largest  # so that no square underflows
-    best, smallest = None, max(tolerance(plain.dtype), min(4 * noise, _NOISIEST))
+    best, smallest = None, math.inf
     for axis in candidates:
         first, second = axis.first(plain, examples), axis.first(scaled, examples)
         expected = first * scale.to(first.dtype).view(-1, *[1] * (first.dim() - 1))
         error = _error(first, second, expected)
-        if error <= smallest and (best is None or error < smallest):
+        if error < smallest:
             best, smallest = axis, error
-    return best
+    return best, smallest
 
 
 def _agrees(

@@ -55,8 +55,8 @@ def rows_of(record: Record, layer: Layer, index: int, gradient: Tensor) -> Tenso
     rule, call, axis = _read(record, index)
     assert isinstance(rule, RowRule)
     rows = rule.rows(call, gradient.to(record.dtype), axis, record.examples)
-    if call.rows is not None:  # some entries of a longer one
-        return functional.pad(rows, (call.rows.start, layer.size - call.rows.stop))
+    if call.entries is not None:
+        return functional.pad(rows, (call.entries.start, layer.size - call.entries.stop))
     names = [name for name in (call.weight, call.bias) if name is not None]
     parts = dict(zip(names, rows.split([record.parameters[name].numel() for name in names], dim=2), strict=True))
     return torch.cat([parts[name] for name in layer.parameters], dim=2)

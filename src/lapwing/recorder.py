@@ -56,6 +56,17 @@ def _see_through(function: Any) -> Callable[..., Any]:
     return types.FunctionType(function.__code__, inside, function.__name__, function.__defaults__)
 
 
+# Not public. Where a version of PyTorch has it no more, everything counts as recomputed.
+_saving_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def _recomputed() -> bool:
+    """Whether what runs now will run again in the backward pass, without a recorder, and must save the same tensors:
+    checkpoints keep them from being saved by hooks.
+    """
+    return _saving_hooks is None or _saving_hooks(True) is not None
+
+
 _TRANSPARENT: dict[Callable[..., Any], Callable[..., Any]] = {
     functional.multi_head_attention_forward: _see_through(functional.multi_head_attention_forward)
 }
@@ -86,7 +97,7 @@ class Recorder(TorchFunctionMode):
         if func in _ADDING and len(args) == 2:
             args = self._broadcast(args)
         rule = RULES.get(func)
-        output = func(*args, **kwargs) if rule is None else rule.run(func, args, kwargs)
+        output = func(*args, **kwargs) if rule is None or _recomputed() else rule.run(func, args, kwargs)
         if rule is None or not isinstance(output, Tensor) or not output.requires_grad:
             return output
         call = rule.read(func, args, kwargs, output, self.owner)
@@ -119,7 +130,8 @@ class Recorder(TorchFunctionMode):
         align = rule.bias_align(output, kwargs["weight"] if "weight" in kwargs else args[1])
         if align is None or given.numel() != max(align):
             return None
-        return Call(output, view.name, None, None, {"align": align, "scales": False, "shifts": True}, view.entries)
+        options = {"align": align, "scales": False, "shifts": True}
+        return Call(output, view.name, None, None, options, entries=view.entries)
 
     def _broadcast(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Where the result of a use is repeated to be added to larger activations, record it a second time, as if it

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from lapwing.curvature import Block, Curvature
 from lapwing.curvature.accumulator import Decomposition
-from lapwing.priors import GaussianPrior, Value
+from lapwing.priors import GaussianPrior
+
+_Key = list[tuple[str, Tensor, int]]
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Spectrum:
     curvature: Curvature
     _plain: dict[int, Decomposition] = field(default_factory=dict, repr=False)
     _shaped: dict[int, tuple[Tensor, Decomposition]] = field(default_factory=dict, repr=False)
-    _distances: tuple[Mapping[str, Value], dict[str, Tensor]] | None = field(default=None, repr=False)
+    _distances: tuple[_Key, dict[str, Tensor]] | None = field(default=None, repr=False)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -63,14 +65,15 @@ class Spectrum:
     def squared_distance(self, prior: GaussianPrior, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """`‖θ̃ − μ₀‖²` by parameter, 0-d; kept for the last prior mean, unless a gradient in it is wanted."""
         assert isinstance(prior.mean, Mapping)
-        if self._distances is not None and _same_values(self._distances[0], prior.mean):
+        key = [(glob, value, value._version) for glob, value in prior.mean.items() if isinstance(value, Tensor)]
+        if self._distances is not None and _same_key(self._distances[0], key):
             return self._distances[1]
         means = prior.means({name: value.shape for name, value in weights.items()})
         found = {
             name: (value.double() - means[name].to(value.device)).square().sum() for name, value in weights.items()
         }
-        if not any(mean.requires_grad for mean in means.values()):  # else its value may change, its graph be used up
-            self._distances = (prior.mean, found)
+        if not any(mean.requires_grad for mean in means.values()):  # else its graph may be used up
+            self._distances = (key, found)
         return found
 
     def prior_of(self, index: int, precisions: dict[str, Tensor]) -> PriorOfBlock:
@@ -87,8 +90,12 @@ class Spectrum:
         return PriorOfBlock(elements[0], elements / elements[0])
 
 
-def _same_values(left: Mapping[str, Value], right: Mapping[str, Value]) -> bool:
-    return list(left) == list(right) and all(left[name] is right[name] for name in left)
+def _same_key(left: _Key, right: _Key) -> bool:
+    """The same tensors under the same names, not changed in place since, and no gradient in them wanted."""
+    return len(left) == len(right) and all(
+        a[0] == b[0] and a[1] is b[1] and a[2] == b[2] and not b[1].requires_grad
+        for a, b in zip(left, right, strict=True)
+    )
 
 
 def _same(left: Tensor, right: Tensor) -> bool:

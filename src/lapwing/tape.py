@@ -112,9 +112,9 @@ class Tape:
         if key in self._known and self.layers is not None:
             return self._known[key]
         few = self._few(record)
-        found = probe.examine(few or record)
+        found = probe.examine(few or record, independent=few is not None)
         if few is not None and not (found.decided and self._reached(record) <= found.reached):
-            found = probe.examine(record)  # what had no gradient there may have one here
+            found = probe.examine(record, independent=True)  # what had no gradient there may have one here
         if self.layers is None:
             self.layers = found.layers
             self.seen = (few or record).inputs.copy()

@@ -12,7 +12,7 @@ from torch import Tensor
 class View:
     """Axis d of the tensor is axis `order[d]` of the parameter `name`, of which it has `rows` (None: all).
 
-    A single row, `weight[0]`, has no axis 0. `entries` are the elements of the flat parameter that the rows have.
+    A single row, `weight[0]`, has no axis 0. `entries` are the elements of the flat parameter in the rows (None: all).
     """
 
     name: str
@@ -52,27 +52,24 @@ def owner_of(names: Mapping[int, str]) -> Owner:
 
 def _read(name: str, view: Tensor, base: Tensor) -> View | None:
     """Read the geometry of a view: the strides name the axes, the offset the first row."""
-    shape, strides = tuple(view.shape), view.stride()
     single = view.dim() == base.dim() - 1
-    if single:  # a row counts as one of one row
-        shape, strides = (1, *shape), (base.stride(0), *strides)
-    if len(shape) != base.dim() or not shape or view.numel() == 0:
+    if not base.dim() or view.dim() != base.dim() - single or view.numel() == 0 or view.dtype != base.dtype:
         return None
     order: list[int] = []
-    for size, stride in zip(shape, strides, strict=True):
+    for size, stride in zip(view.shape, view.stride(), strict=True):
         matches = [
             axis
-            for axis in range(base.dim())
+            for axis in range(int(single), base.dim())
             if axis not in order and base.stride(axis) == stride and (size == base.shape[axis] or axis == 0)
         ]
         if not matches:
             return None
         order.append(next((axis for axis in matches if base.shape[axis] == size), matches[0]))
     first, beyond = divmod(int(view.storage_offset()) - int(base.storage_offset()), max(1, base.stride(0)))
-    count = shape[order.index(0)]
-    if beyond or first + count > base.shape[0] or (single and order[0] != 0):
+    count = 1 if single else view.shape[order.index(0)]
+    if beyond or first + count > base.shape[0]:
         return None
-    rows = None if count == base.shape[0] and not single else range(first, first + count)
+    if count == base.shape[0] and not single:
+        return View(name, tuple(order))
     each = base.numel() // base.shape[0]
-    entries = None if rows is None else range(first * each, (first + count) * each)
-    return View(name, tuple(order[1:] if single else order), rows, entries)
+    return View(name, tuple(order), range(first, first + count), range(first * each, (first + count) * each))

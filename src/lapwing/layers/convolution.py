@@ -39,17 +39,20 @@ class Convolution(PairRule):
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, w, b, options = _bind(*args, **kwargs)
-        window: Window = options["window"]
-        space = x.shape[x.dim() - window.dimensions :]
-        if not window.even or space.numel() == 0:
+        window, groups = options["window"], options["groups"]
+        by_name = isinstance(kwargs.get("padding", args[4] if len(args) > 4 else 0), str)
+        if by_name or not _usual(x, w, b, window, groups):
             return function(*args, **kwargs)
-        fewer, entries = trimmed(window, space)
-        if fewer == window and not _is_linear(window, x, options["groups"]):
+        fewer, entries = trimmed(window, x.shape[2:])
+        if _is_linear(fewer, x, groups):
+            matrix = w[(slice(None), slice(None), *entries)].flatten(1)
+            flat = functional.linear(x.flatten(1), matrix, b)
+            return torch.ops.aten._unsafe_view(flat, [*flat.shape, *[1] * window.dimensions])  # to change in place
+        if fewer == window:
             return function(*args, **kwargs)
-        w = w[(slice(None), slice(None), *entries)]
-        if _is_linear(fewer, x, options["groups"]):
-            return functional.linear(x.flatten(1), w.flatten(1), b).unflatten(1, (-1, *(1 for _ in space)))
-        return function(x, w, b, window.stride, fewer.before, window.dilation, options["groups"])
+        return function(
+            x, w[(slice(None), slice(None), *entries)], b, window.stride, fewer.before, window.dilation, groups
+        )
 
     def bias_align(self, output: Tensor, weight: Tensor) -> tuple[int, ...] | None:
         return channels_of(output, weight.dim() - 2)
@@ -69,7 +72,7 @@ class Convolution(PairRule):
         groups, _, inputs = call.shape
         kernels = weight.unflatten(1, (inputs // prod(window.kernel), *window.kernel))
         x, zeros = call.input.to(g.dtype), (0,) * window.dimensions
-        if window.even:
+        if window.symmetric:
             window, entries = trimmed(window, x.shape[x.dim() - window.dimensions :])
             kernels = kernels[(slice(None), slice(None), *entries)]
         else:
@@ -105,9 +108,21 @@ def positions_of(g: Tensor, call: Call, axis: ExampleAxis, examples: int) -> Ten
     return g.permute(0, 1, 3, 2, 5, 4).flatten(3, 4)
 
 
+def _usual(x: Tensor, w: Tensor, b: Tensor | None, window: Window, groups: int) -> bool:
+    """Whether a convolution is of images `[B, C, *space]`, padded alike on both sides, and its sizes fit."""
+    return (
+        x.dim() == w.dim()
+        and x.shape[1] == w.shape[1] * groups
+        and (b is None or b.shape == w.shape[:1])
+        and window.symmetric
+        and x.shape[2:].numel() > 0
+        and all(count > 0 for count in window.positions(x.shape[2:]))
+    )
+
+
 def _is_linear(window: Window, x: Tensor, groups: int) -> bool:
     """Whether the kernel is as large as the images `x: [B, C, *space]`, so that there is one position."""
-    return groups == 1 and window.kernel == x.shape[2:] and not any(window.before)
+    return groups == 1 and window.kernel == x.shape[2:] and not any(window.before) and set(window.dilation) == {1}
 
 
 def _weight_gradient(g: Tensor, x: Tensor, like: Tensor, window: Window, groups: int) -> Tensor:

@@ -86,12 +86,13 @@ class Expansion(Elementwise):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, owner: Owner
     ) -> Call | None:
         weight = owner(args[0]) if args else None
-        if weight is None or not weight.plain:
+        if weight is None or not weight.in_order:
             return None
         align = _align(args[0], output)
         if any(size not in (1, whole) for size, whole in zip(align, output.shape, strict=True)):
             return None  # repeated along a dimension of its own
-        return Call(output, weight.name, None, None, {"align": align, "scales": False, "shifts": True})
+        options = {"align": align, "scales": False, "shifts": True}
+        return Call(output, weight.name, None, None, options, entries=weight.entries)
 
 
 def read_operand(
@@ -110,7 +111,7 @@ def read_operand(
     if other.shape != output.shape:
         other = other.expand(output.shape)
     options = {"align": _align(args[at], output), "scales": scales, "shifts": not scales}
-    return Call(other, weight.name, None, None, options, weight.entries)
+    return Call(other, weight.name, None, None, options, entries=weight.entries)
 
 
 def _align(weight: Tensor, output: Tensor) -> tuple[int, ...]:

@@ -69,8 +69,9 @@ def _affine(
     x: Tensor, weight: View | None, bias: View | None, align: tuple[int, ...], options: dict[str, Any]
 ) -> Call | None:
     """Weight and bias, or either alone."""
+    weight, bias = (view if view is not None and view.plain else None for view in (weight, bias))
     first = weight or bias
-    if first is None or any(view is not None and not view.plain for view in (weight, bias)):
+    if first is None:
         return None
     second = bias.name if weight is not None and bias is not None else None
     options = options | {"align": align, "scales": weight is not None, "shifts": bias is not None}

@@ -51,8 +51,9 @@ class Call:
     """One use of a Bayesian weight, as its rule read it.
 
     `shape` is (Q, O, I) of the use without the bias, or None where the weight has no Kronecker form. `rows` are the
-    rows of the parameter that this use reads (without a Kronecker form: its elements), None for all; `layout` how they
-    read as `[Q, O, I]`, None if in their own order. `bias` is the name of the Bayesian bias added to the result.
+    rows of the parameter that this use reads, None for all; `layout` how they read as `[Q, O, I]`, None if in their own
+    order. Without a Kronecker form `entries` are the elements that it reads, None for all. `bias` is the name of the
+    Bayesian bias added to the result.
     """
 
     input: Tensor
@@ -62,6 +63,7 @@ class Call:
     options: dict[str, Any]
     rows: range | None = None
     layout: Layout | None = None
+    entries: range | None = None
 
 
 @dataclass(frozen=True)

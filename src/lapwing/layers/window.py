@@ -25,8 +25,8 @@ class Window:
         return len(self.kernel)
 
     @property
-    def even(self) -> bool:
-        """Whether it pads alike on both sides, as PyTorch's convolutions do."""
+    def symmetric(self) -> bool:
+        """Whether it pads alike on both sides."""
         return self.before == self.after
 
     def patches(self, x: Tensor, groups: int) -> Tensor:

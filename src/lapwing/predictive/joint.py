@@ -53,7 +53,7 @@ class JointPrediction(Prediction):
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws of the outputs f at all inputs together: `[n, N, *output]`, without the noise of y."""
-        _check_count(n)
+        check_count(n)
         drawn = draw(self.mean.reshape(1, -1), self.covariance[None], n, generator)
         return drawn.reshape(n, *self.mean.shape)
 
@@ -117,7 +117,7 @@ class JointSamples(Prediction):
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Some of the S samples, drawn with replacement: `[n, N, *output]`."""
-        _check_count(n)
+        check_count(n)
         return self.outputs[torch.randint(len(self.outputs), (n,), generator=generator, device=self.outputs.device)]
 
     def log_prob(self, targets: Tensor) -> Tensor:
@@ -135,6 +135,7 @@ class JointSamples(Prediction):
         return logs.logsumexp(0) - math.log(len(logs))
 
 
-def _check_count(n: int) -> None:
+def check_count(n: int) -> None:
+    """`sample(n)` draws at least once."""
     if n < 1:
         raise InputError(f"sample(n) needs n of at least 1, got {n}.")

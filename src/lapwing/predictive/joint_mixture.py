@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal
 
 from lapwing.errors import InputError
-from lapwing.predictive.joint import JointPrediction, JointSamples
-from lapwing.predictive.mixing import average, check_shapes, mix, promoted
+from lapwing.predictive.joint import JointPrediction, JointSamples, check_count
+from lapwing.predictive.mixing import average, check_shapes, log_average, mix
 from lapwing.predictive.prediction import Prediction
 
 JointMember = JointPrediction | JointSamples
@@ -29,7 +31,7 @@ class JointMixture(Prediction):
     def __post_init__(self) -> None:
         check_shapes([member.mean for member in self.members])
 
-    @property
+    @cached_property
     def mean(self) -> Tensor:
         """Of the outputs f: `[N, *output]`."""
         return average([member.mean for member in self.members], self.log_weights)
@@ -39,8 +41,7 @@ class JointMixture(Prediction):
         """Of the outputs f, by the law of total covariance: `Σ_m w_m (C_m + (μ_m − μ)(μ_m − μ)ᵀ)`, `[N·D, N·D]`."""
         apart = [(member.mean - self.mean).flatten() for member in self.members]
         within = [member.covariance for member in self.members]
-        second = [own + torch.outer(gap, gap) for own, gap in zip(within, apart, strict=True)]
-        return average(second, self.log_weights)
+        return average([own + torch.outer(gap, gap) for own, gap in zip(within, apart, strict=True)], self.log_weights)
 
     @cached_property
     def marginals(self) -> Prediction:
@@ -49,24 +50,30 @@ class JointMixture(Prediction):
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws of the outputs f at all inputs together, of one member each: `[n, N, *output]`."""
-        if n < 1:
-            raise InputError(f"sample(n) needs n of at least 1, got {n}.")
+        check_count(n)
         weights = self.log_weights.exp().to("cpu" if generator is None else generator.device)
-        chosen = torch.multinomial(weights, n, replacement=True, generator=generator).cpu()
-        drawn = torch.empty_like(self.mean).expand(n, *self.mean.shape).clone()
+        chosen = torch.multinomial(weights, n, replacement=True, generator=generator)
+        drawn = self.mean.new_empty(n, *self.mean.shape)
         for number, member in enumerate(self.members):
             own = (chosen == number).nonzero().squeeze(1).to(drawn.device)
             if len(own):
                 drawn[own] = member.sample(len(own), generator).to(drawn)
         return drawn
 
-    def log_prob(self, targets: Tensor, samples: int = 1000, generator: torch.Generator | None = None) -> Tensor:
-        """`log Σ_m w_m p_m(y_1, …, y_N)`: 0-d; each member its own way (see `JointPrediction`)."""
-        logs = [
-            member.log_prob(targets, samples, generator)
-            if isinstance(member, JointPrediction)
-            else member.log_prob(targets)
-            for member in self.members
-        ]
-        stacked = promoted(logs)
-        return (stacked + self.log_weights.to(stacked)).logsumexp(0)
+    def log_prob(self, targets: Tensor, **options: Any) -> Tensor:
+        """`log Σ_m w_m p_m(y_1, …, y_N)`: 0-d; `options` are those of the members' own `log_prob`."""
+        return log_average([member.log_prob(targets, **options) for member in self.members], self.log_weights)
+
+    def distribution(self) -> MixtureSameFamily:
+        """The targets of a regression, noise included, as one vector: event shape `[N·D]`."""
+        gaussians = [member.distribution() for member in self.members if isinstance(member, JointPrediction)]
+        if len(gaussians) < len(self.members):
+            raise InputError(
+                "The joint distribution of drawn outputs has no closed form: draw some with prediction.sample(n), or "
+                "use method='linearized'."
+            )
+        means, covariances = (
+            torch.stack([getattr(one, name) for one in gaussians]) for name in ("mean", "covariance_matrix")
+        )
+        weights = Categorical(logits=self.log_weights.to(means))
+        return MixtureSameFamily(weights, MultivariateNormal(means, covariances))

@@ -49,7 +49,7 @@ def _classes(members: list[ClassPrediction], log_weights: Tensor) -> ClassPredic
     check_shapes([member.log_probs for member in members])
     if len({member.dim for member in members}) > 1:
         raise InputError("Members with classes along different dimensions do not mix.")
-    log_probs = _log_average([member.log_probs for member in members], log_weights)
+    log_probs = log_average([member.log_probs for member in members], log_weights)
 
     mixed = ClassPrediction(
         log_probs, first.dim, first.ignore_index, sampled=lambda: _parts(mixed, members, log_weights),
@@ -60,8 +60,8 @@ def _classes(members: list[ClassPrediction], log_weights: Tensor) -> ClassPredic
 
 def _answers(members: list[BinaryPrediction], log_weights: Tensor) -> BinaryPrediction:
     check_shapes([member.log_yes for member in members])
-    yes = _log_average([member.log_yes for member in members], log_weights)
-    no = _log_average([member.log_no for member in members], log_weights)
+    yes = log_average([member.log_yes for member in members], log_weights)
+    no = log_average([member.log_no for member in members], log_weights)
 
     mixed = BinaryPrediction(yes, no, lambda: _parts(mixed, members, log_weights), _shared(members, log_weights))
     return mixed
@@ -71,7 +71,7 @@ def _shared(members: Sequence[ClassPrediction | BinaryPrediction], log_weights: 
     """`log w_m + log p_m(y)` of all outputs of an example together: `[M, N]`."""
 
     def components(targets: Tensor) -> Tensor:
-        logs = promoted([member.log_prob(targets) for member in members])
+        logs = _promoted([member.log_prob(targets) for member in members])
         return logs + log_weights.to(logs).unsqueeze(1)
 
     return components
@@ -111,6 +111,7 @@ def _components(member: RegressionPrediction) -> Components:
 
 
 def check_shapes(outputs: list[Tensor]) -> None:
+    """Members must predict the same outputs."""
     for number, output in enumerate(outputs):
         if output.shape != outputs[0].shape:
             raise InputError(
@@ -121,18 +122,18 @@ def check_shapes(outputs: list[Tensor]) -> None:
 
 def average(values: list[Tensor], log_weights: Tensor) -> Tensor:
     """`Σ_m w_m values_m`."""
-    stacked = promoted(values)
-    average: Tensor = torch.tensordot(log_weights.exp().to(stacked), stacked, dims=1)
-    return average
+    stacked = _promoted(values)
+    total: Tensor = torch.tensordot(log_weights.exp().to(stacked), stacked, dims=1)
+    return total
 
 
-def _log_average(logs: list[Tensor], log_weights: Tensor) -> Tensor:
+def log_average(logs: list[Tensor], log_weights: Tensor) -> Tensor:
     """`log Σ_m w_m exp(logs_m)`."""
-    stacked = promoted(logs)
+    stacked = _promoted(logs)
     return (stacked + log_weights.to(stacked).reshape(-1, *[1] * logs[0].dim())).logsumexp(0)
 
 
-def promoted(values: list[Tensor]) -> Tensor:
+def _promoted(values: list[Tensor]) -> Tensor:
     """Side by side `[M, ...]` in the widest of their dtypes."""
     dtype = functools.reduce(torch.promote_types, [value.dtype for value in values])
     return torch.stack([value.to(dtype) for value in values])
