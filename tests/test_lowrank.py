@@ -228,7 +228,8 @@ def test_two_ways_to_project_agree(network: str) -> None:
 
     with borrowed(la.model, la.curvature.parameters):
         record = tape.record(la._inputs(x))
-        record.sweep(identity(record.outputs), consume, True, {layer.name for layer in tape.layers or ()})
+        unit = identity(record.outputs)
+        record.sweep(unit, consume, unit.count, {layer.name for layer in tape.layers or ()})
     assert seen
 
 

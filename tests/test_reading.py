@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lapwing import InputError, Laplace
+from lapwing import InputError, Laplace, probe
 from tests import networks, oracles
 
 STRUCTURES = ["diag", "full", "ekfac", "block"]
@@ -412,3 +412,30 @@ def test_convolutions_of_one_position(kernel: int) -> None:
         torch.manual_seed(0)
         la = check(Squeezed(inside).double(), [(x, labels(6))], "block")
         assert set(paths(la).values()) == {"convolution"}
+
+
+def test_other_batch_sizes_are_not_probed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where examples have what belongs to none of them, as positions, too; another length is another reading."""
+    torch.manual_seed(0)
+    model, calls = Positions().double(), []
+    examine = probe.examine
+    monkeypatch.setattr(probe, "examine", lambda *args, **options: calls.append(1) or examine(*args, **options))
+    sizes = (8, 5, 3, 8, 2)
+    data = [(sequences(size, 6, seed), labels(size)) for seed, size in enumerate(sizes)]
+    la = Laplace(model, "classification", "full").fit(data)
+    assert len(calls) == 1
+    torch.testing.assert_close(la.curvature.blocks[0].accumulator.matrix(), oracles.curvature(la, data))
+    Laplace(model, "classification", "full").fit([*data, (sequences(4, 4), labels(4))])
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("structure", ["diag", "ekfac"])
+@pytest.mark.parametrize("network", ["cnn", "mlp", "attention"])
+def test_columns_in_turns_where_all_do_not_fit(structure: str, network: str) -> None:
+    x, y = networks.inputs(network, 6), networks.targets("classification", 6)
+    model = networks.make(network)
+    whole = Laplace(model, "classification", structure).fit([(x, y)])
+    for budget in (1, 10_000, 20_000):
+        parts = Laplace(model, "classification", structure, memory_budget=budget).fit([(x, y)])
+        for one, other in zip(whole.curvature.blocks, parts.curvature.blocks, strict=True):
+            torch.testing.assert_close(one.accumulator.matrix(), other.accumulator.matrix(), rtol=1e-10, atol=1e-13)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lapwing import position_pairs
-from lapwing.gradients import Gradients, Pair, Uses, parts
+from lapwing.gradients import Gradients, Pair, Uses, outer, parts
 from lapwing.tokens import Segments, TokenPair
 
 
@@ -114,7 +114,7 @@ class KroneckerBasis(Basis):
         if rotate_first > outputs * inputs * (left + right):
             return self.reduce(gradients.rows(start, stop).flatten(2))
         g, a = self._rotated(gradients, start, stop)
-        return torch.einsum("knqro,nqri->knqoi", g, a)
+        return outer(g, a)
 
     def output_variance(self, a: Tensor, scale: Tensor) -> Tensor:
         """Variances of the outputs `W a` of a layer of one group under this basis, `a: [N, I]`: `[N, O]`.
@@ -230,7 +230,7 @@ class KroneckerBasis(Basis):
         """Ranges of examples whose products between positions fit into the budget."""
         groups, outputs, inputs = self.shape
         size = groups * pair.positions**2 * (outputs + inputs)
-        return list(parts(pair, max(1, size // pair.columns), budget))
+        return list(parts(pair, max(1, size // pair.columns), min(budget, _GATHERED)))
 
     def _singles(self, pair: Pair, scale: Tensor) -> Iterator[_Single]:
         """Layers with one position per example: `g_kᵀ U_G diag(w_n) U_Gᵀ g_l` with `w_no = Σ_i â_ni² D_oi`.
@@ -288,6 +288,7 @@ class KroneckerBasis(Basis):
 
 
 _CACHE = 2**22  # bytes that stay close to the processor
+_GATHERED = 2**26  # bytes of products between positions, of which each is used once
 
 
 def _by_pairs(pair: Pair) -> bool:

@@ -126,7 +126,7 @@ class Pair:
     def rows(self, start: int, stop: int) -> Tensor:
         """The gradients themselves of some examples: `[K, n, Q, O, I]`, the bias as last input."""
         a, g = self.inputs.part(start, stop), self.g[:, start:stop]
-        weight = torch.einsum("knqro,nqri->knqoi", g, a.to(g.dtype))
+        weight = outer(g, a.to(g.dtype))
         if not self.inputs.bias:
             return weight
         return torch.cat([weight, g.sum(3).unsqueeze(-1)], dim=-1)
@@ -207,6 +207,14 @@ class Uses:
 
 
 Gradients = Pair | TokenPair | Uses | Rows
+
+
+def outer(g: Tensor, a: Tensor) -> Tensor:
+    """`Σ_r g_knr a_nrᵀ`: `[K, n, Q, O, I]` from `g: [K, n, Q, R, O]` and `a: [n, Q, R, I]`.
+
+    Column by column, as all at once would be copied to have the examples first.
+    """
+    return torch.stack([column.mT @ a for column in g])
 
 
 def weighed(gradients: Gradients, weights: Tensor) -> Gradients:

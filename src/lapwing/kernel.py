@@ -76,7 +76,8 @@ def _features(record: Record, max_columns: int) -> Features:
         found.setdefault(layer.name, []).append(gradients)
 
     names = {layer.name for layer in record.tape.layers or ()}
-    record.sweep(identity(record.outputs), collect, True, names)
+    unit = identity(record.outputs)
+    record.sweep(unit, collect, unit.count, names)
     return Features(outputs, {name: _joined(pieces) for name, pieces in found.items()})
 
 

@@ -59,7 +59,7 @@ class Tape:
     """The inputs on which the layers were found."""
     footprints: dict[tuple[torch.Size, ...], int] = field(default_factory=dict, repr=False)
     """Bytes of the activations of one example, by the shapes of its inputs."""
-    _known: dict[Any, _Reading] = field(default_factory=dict, repr=False)
+    _known: dict[Any, list[_Reading]] = field(default_factory=dict, repr=False)
     _fallbacks: dict[frozenset[str], PerExample] = field(default_factory=dict, repr=False)
 
     def record(self, inputs: Inputs, create_graph: bool = False) -> Record:
@@ -108,9 +108,10 @@ class Tape:
 
         Where examples may be reordered by the data, or a gradient was 0 and told nothing, every batch is.
         """
-        key = self._signature(record)
-        if key in self._known and self.layers is not None:
-            return self._known[key]
+        alike = self._known.setdefault(self._signature(record), [])
+        known = next((reading for reading in alike if reading.fits(record)), None)
+        if known is not None and self.layers is not None:
+            return known
         few = self._few(record)
         found = probe.examine(few or record, independent=few is not None)
         if few is not None and not (found.decided and self._reached(record) <= found.reached):
@@ -118,9 +119,10 @@ class Tape:
         if self.layers is None:
             self.layers = found.layers
             self.seen = (few or record).inputs.copy()
-        reading = _Reading(found.axes, found.counts, _lost(self.layers, found, record))
+        sizes = tuple(use.output.numel() for use in record.uses)
+        reading = _Reading(found.axes, found.counts, _lost(self.layers, found, record), sizes, record.examples)
         if not record.graph.reorders and found.decided:
-            self._known[key] = reading  # else the next batch may differ
+            alike.append(reading)  # else the next batch may differ
         return reading
 
     def _reached(self, record: Record) -> frozenset[str]:
@@ -148,8 +150,8 @@ class Tape:
             (None, *tensor.shape[1:]) if tensor.dim() and tensor.shape[0] == examples > 1 else tuple(tensor.shape)
             for tensor in record.inputs.tensors()
         )
-        uses = tuple((use.weight, use.output.numel() / examples) for use in record.uses)
-        return shapes, uses, record.graph.reached, record.graph.divided
+        weights = tuple(use.weight for use in record.uses)
+        return shapes, weights, record.graph.reached, record.graph.divided
 
     def fallback(self, lost: frozenset[str] = frozenset()) -> PerExample:
         """The per-example gradients of all parameters that no rule reads, and of the layers `lost`."""
@@ -244,23 +246,23 @@ class Record:
         self,
         columns: Columns,
         consume: Consume,
-        together: bool,
+        at_once: int | None,
         wanted: Collection[str],
         slope: Slope | None = None,
     ) -> None:
         """Backpropagate `columns` and hand the per-example gradients of the `wanted` layers to `consume`.
 
         Layers that are read as a pair come in chunks of columns, and each gradient is freed once used;
-        with `together` all columns of a layer come at once. Rows come in ranges of examples, and of columns
+        with `at_once` so many columns of a layer come together. Rows come in ranges of examples, and of columns
         where all do not fit. `slope` is made of the first column.
         """
         layers = [layer for layer in self.tape.layers or () if layer.name in wanted]
         pairs = [layer for layer in layers if layer.path != "fallback" and layer.name not in self.lost]
-        step = columns.count if together else min(columns.count, self._columns_at_once())
+        step = min(columns.count, self._columns_at_once() if at_once is None else at_once)
         if pairs:
             for start in range(0, columns.count, step):
                 part = columns.part(start, min(start + step, columns.count))
-                delivery = Delivery(self, pairs, consume, start, part.shape[0], together, slope)
+                delivery = Delivery(self, pairs, consume, start, part.shape[0], at_once is not None, slope)
                 if self.graph.batchable and part.shape[0] > 1:
                     delivery.at_once(part)
                 else:
@@ -271,7 +273,7 @@ class Record:
             if layer not in pairs and any(id(self.parameters[name]) in self.graph.leaves for name in layer.parameters)
         ]
         if rows:
-            self._rows(columns, rows, consume, together, slope)
+            self._rows(columns, rows, consume, at_once, slope)
 
     def _columns_at_once(self) -> int:
         """As many columns as may wait for each other. In one batched pass if every use is a matrix product."""
@@ -287,19 +289,19 @@ class Record:
         )  # fmt: skip
 
     def _rows(
-        self, columns: Columns, layers: list[Layer], consume: Consume, together: bool, slope: Slope | None
+        self, columns: Columns, layers: list[Layer], consume: Consume, at_once: int | None, slope: Slope | None
     ) -> None:
         fallback = self.tape.fallback(self.lost)
         size = sum(self.parameters[name].numel() for name in fallback.names) * self.outputs.element_size()
-        step = columns.count if together else max(1, self.tape.budget // max(1, size))
+        step = max(1, self.tape.budget // max(1, size)) if at_once is None else at_once
         activations = sum(use.output.numel() for use in self.uses) * self.outputs.element_size() // self.examples
         for start in range(0, columns.count, step):
             part = columns.part(start, min(start + step, columns.count))
             # An example holds, for every column, its gradients and those of the activations on the way.
-            at_once = max(1, self.tape.budget // (part.shape[0] * (size + activations)))
+            examples = max(1, self.tape.budget // (part.shape[0] * (size + activations)))
             with self.tape.kernels(self.create_graph):
                 for example, gradients in fallback.rows(
-                    self.inputs, self.outputs, self.parameters, part, at_once, self.create_graph
+                    self.inputs, self.outputs, self.parameters, part, examples, self.create_graph
                 ):
                     for layer in layers:
                         packed = layer.pack(gradients).to(self.dtype)
@@ -324,6 +326,16 @@ class _Reading:
     axes: tuple[ExampleAxis | None, ...]
     counts: tuple[bool, ...]
     lost: frozenset[str]
+    sizes: tuple[int, ...]
+    """Elements of the outputs of the uses, in a pass over this many `examples`."""
+    examples: int
+
+    def fits(self, record: Record) -> bool:
+        """Whether outputs have as many elements in another pass, those with examples in proportion to their number."""
+        return all(
+            use.output.numel() == size if axis is None else use.output.numel() * self.examples == size * record.examples
+            for use, axis, size in zip(record.uses, self.axes, self.sizes, strict=True)
+        )
 
 
 def agree(found: Tensor, expected: Tensor, whole: Tensor) -> bool:

@@ -77,23 +77,23 @@ def deliver(
     columns: Columns,
     blocks: tuple[Block, ...],
     consume: Callable[[Block, Gradients], None],
-    together: bool = False,
+    at_once: int | None = None,
     slope: Slope | None = None,
 ) -> None:
     """Backpropagate `columns` and hand each block the gradients of its own layers.
 
-    A block of several layers gets them side by side as rows; with `together`, all columns at once.
+    A block of several layers gets them side by side as rows; with `at_once`, so many columns together.
     """
     for block in blocks:
         if len(block.layers) > 1 or block.chosen is not None:
             size = record.examples * block.size * record.outputs.element_size()
-            step = columns.count if together else max(1, record.tape.budget // (2 * size))
+            step = max(1, record.tape.budget // (2 * size)) if at_once is None else at_once
             for start in range(0, columns.count, step):
                 stop = min(start + step, columns.count)
                 consume(block, Rows(_gather(record, columns.part(start, stop), block), start))
     owners = {block.layers[0].name: block for block in blocks if len(block.layers) == 1 and block.chosen is None}
     if owners:
-        record.sweep(columns, lambda layer, gradients: consume(owners[layer.name], gradients), together, owners, slope)
+        record.sweep(columns, lambda layer, gradients: consume(owners[layer.name], gradients), at_once, owners, slope)
 
 
 def _gather(record: Record, columns: Tensor, block: Block) -> Tensor:
@@ -109,7 +109,7 @@ def _gather(record: Record, columns: Tensor, block: Block) -> Tensor:
             rows = rows_at(gradients, elements.to(columns.device), layer.size, record.tape.budget // 4)
         found.setdefault(layer.name, []).append((gradients.start, rows))
 
-    record.sweep(given(columns), collect, True, {layer.name for layer in block.layers})
+    record.sweep(given(columns), collect, len(columns), {layer.name for layer in block.layers})
     parts = []
     for layer in block.layers:
         if layer.name in found:

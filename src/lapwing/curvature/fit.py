@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -139,13 +140,16 @@ class Fit:
         if ranked:
             return self._add_ranked(record, vectors, blocks)
         if blocks:
-            deliver(record, vectors, blocks, _update, self._together(record, vectors), slope)
+            deliver(record, vectors, blocks, _update, self._at_once(record, vectors), slope)
         return Traces()
 
-    def _together(self, record: Record, vectors: Columns) -> bool:
-        """Structures that form gradients read the inputs once for all columns, where those fit into memory."""
+    def _at_once(self, record: Record, vectors: Columns) -> int | None:
+        """Structures that form gradients read the inputs once for as many columns as fit into memory."""
+        if self.structure not in ("diag", "ekfac"):
+            return None
         size = sum(use.output.numel() for use in record.uses) * record.outputs.element_size()
-        return self.structure in ("diag", "ekfac") and size * vectors.count <= self.options.budget
+        turns = math.ceil(vectors.count / max(1, self.options.budget // max(1, size)))
+        return math.ceil(vectors.count / max(1, turns))  # turns of equal size
 
     def _add_head(self, record: Record, targets: Tensor, block: Block) -> bool:
         """Where the one layer is the last and its output the model's, no column is needed: `G` is `Σ_n Λ_n`."""

@@ -225,7 +225,8 @@ def _moments(record: Record, posterior: Posterior, joint: bool, diagonal: bool) 
         else:
             total[part] += contraction.basis.covariance(gradients, contraction.scale, budget)
 
-    deliver(record, identity(outputs), tuple(block for block, _ in contractions), consume, together=not diagonal)
+    unit = identity(outputs)
+    deliver(record, unit, tuple(block for block, _ in contractions), consume, None if diagonal else unit.count)
     for key, pieces in waiting.items():
         rows = Rows(torch.cat([piece.values for piece in sorted(pieces, key=lambda piece: piece.start)], dim=1))
         total = total + by_block[key].basis.joint(rows, by_block[key].scale, budget)
