@@ -331,9 +331,10 @@ class _Reading:
     examples: int
 
     def fits(self, record: Record) -> bool:
-        """Whether outputs have as many elements in another pass, those with examples in proportion to their number."""
+        """Whether outputs of another pass have in proportion as many elements, or just as many without examples."""
         return all(
-            use.output.numel() == size if axis is None else use.output.numel() * self.examples == size * record.examples
+            use.output.numel() * self.examples == size * record.examples
+            or (axis is None and use.output.numel() == size)
             for use, axis, size in zip(record.uses, self.axes, self.sizes, strict=True)
         )
 
