@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks import __main__ as runner
 from benchmarks import ours, report, text_models
 from benchmarks.data import word_pieces
-from benchmarks.measure import Stopwatch, exponent, in_turns, plain_pass
+from benchmarks.measure import Stopwatch, exponent, in_turns, peak_mb, plain_pass
 from benchmarks.operations import CASES, OPERATIONS, RIVALS
 from benchmarks.reference import reference
 from benchmarks.workloads import WORKLOADS, Problem
