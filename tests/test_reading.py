@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lapwing import InputError, Laplace, probe
+from lapwing.tape import Record
 from tests import networks, oracles
 
 STRUCTURES = ["diag", "full", "ekfac", "block"]
@@ -417,9 +418,13 @@ def test_convolutions_of_one_position(kernel: int) -> None:
 def test_other_batch_sizes_are_not_probed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where examples have what belongs to none of them, as positions, too; another length is another reading."""
     torch.manual_seed(0)
-    model, calls = Positions().double(), []
-    examine = probe.examine
-    monkeypatch.setattr(probe, "examine", lambda *args, **options: calls.append(1) or examine(*args, **options))
+    model, calls, examine = Positions().double(), list[int](), probe.examine
+
+    def counted(record: Record, independent: bool) -> probe.Examined:
+        calls.append(record.examples)
+        return examine(record, independent)
+
+    monkeypatch.setattr(probe, "examine", counted)
     sizes = (8, 5, 3, 8, 2)
     data = [(sequences(size, 6, seed), labels(size)) for seed, size in enumerate(sizes)]
     la = Laplace(model, "classification", "full").fit(data)
