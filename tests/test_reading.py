@@ -12,6 +12,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lapwing import InputError, Laplace, probe
+from lapwing.curvature.diagonal import DiagonalAccumulator
+from lapwing.gradients import Gradients
 from lapwing.tape import Record
 from tests import networks, oracles
 
@@ -415,32 +417,55 @@ def test_convolutions_of_one_position(kernel: int) -> None:
         assert set(paths(la).values()) == {"convolution"}
 
 
-def test_other_batch_sizes_are_not_probed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where examples have what belongs to none of them, as positions, too; another length is another reading."""
+class Places(nn.Module):
+    """Positions as an embedding, whose outputs belong to no example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.table, self.head = nn.Linear(3, 3), nn.Embedding(6, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.mix(x) + self.table(torch.arange(x.shape[1]))).mean(1))
+        return out
+
+
+@pytest.mark.parametrize("network", [Positions, Places])
+def test_other_batch_sizes_are_not_probed_again(network: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another length is another reading."""
     torch.manual_seed(0)
-    model, calls, examine = Positions().double(), list[int](), probe.examine
+    model, calls, examine = network().double(), list[int](), probe.examine
 
     def counted(record: Record, independent: bool) -> probe.Examined:
         calls.append(record.examples)
         return examine(record, independent)
 
     monkeypatch.setattr(probe, "examine", counted)
-    sizes = (8, 5, 3, 8, 2)
-    data = [(sequences(size, 6, seed), labels(size)) for seed, size in enumerate(sizes)]
+    data = [(sequences(size, 6, seed), labels(size)) for seed, size in enumerate((8, 5, 3, 8, 2))]
     la = Laplace(model, "classification", "full").fit(data)
-    assert len(calls) == 1
+    assert calls == [8]
     torch.testing.assert_close(la.curvature.blocks[0].accumulator.matrix(), oracles.curvature(la, data))
     Laplace(model, "classification", "full").fit([*data, (sequences(4, 4), labels(4))])
-    assert len(calls) == 3
+    assert calls == [8, 8, 4]
 
 
 @pytest.mark.parametrize("structure", ["diag", "ekfac"])
-@pytest.mark.parametrize("network", ["cnn", "mlp", "attention"])
-def test_columns_in_turns_where_all_do_not_fit(structure: str, network: str) -> None:
-    x, y = networks.inputs(network, 6), networks.targets("classification", 6)
-    model = networks.make(network)
-    whole = Laplace(model, "classification", structure).fit([(x, y)])
-    for budget in (1, 10_000, 20_000):
-        parts = Laplace(model, "classification", structure, memory_budget=budget).fit([(x, y)])
-        for one, other in zip(whole.curvature.blocks, parts.curvature.blocks, strict=True):
-            torch.testing.assert_close(one.accumulator.matrix(), other.accumulator.matrix(), rtol=1e-10, atol=1e-13)
+@pytest.mark.parametrize(("columns", "turns"), [(1, [1] * 5), (2, [2, 2, 1]), (4, [3, 2]), (5, [5])])
+def test_columns_in_turns_where_all_do_not_fit(
+    structure: str, columns: int, turns: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 6)).double()
+    data = [(torch.randn(4, 1, 3, 3).double(), torch.arange(4))]
+    whole, seen = Laplace(model, "classification", structure).fit(data), list[int]()
+    update = DiagonalAccumulator.update
+
+    def counted(accumulator: DiagonalAccumulator, gradients: Gradients) -> None:
+        seen.append(gradients.columns)
+        update(accumulator, gradients)
+
+    monkeypatch.setattr(DiagonalAccumulator, "update", counted)
+    each = 4 * (8 + 6) * 8  # bytes of a column's gradients at the outputs of both layers
+    parts = Laplace(model, "classification", structure, memory_budget=columns * each).fit(data)
+    assert sorted(seen) == sorted(2 * turns)
+    for one, other in zip(whole.curvature.blocks, parts.curvature.blocks, strict=True):
+        torch.testing.assert_close(one.accumulator.matrix(), other.accumulator.matrix(), rtol=1e-10, atol=1e-13)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any, ClassVar
 
@@ -71,16 +70,16 @@ class Convolution(PairRule):
         assert call.shape is not None
         groups, _, inputs = call.shape
         kernels = weight.unflatten(1, (inputs // prod(window.kernel), *window.kernel))
-        x, zeros = call.input.to(g.dtype), (0,) * window.dimensions
+        x = call.input.to(g.dtype)
         if window.symmetric:
             window, entries = trimmed(window, x.shape[x.dim() - window.dimensions :])
             kernels = kernels[(slice(None), slice(None), *entries)]
         else:
-            x, window = window.pad(x), replace(window, before=zeros, after=zeros)
+            x, window = window.pad(x), window.unpadded
         if _is_linear(window, x, groups):
             kernels += (g.flatten(1).T @ x.flatten(1)).unflatten(1, kernels.shape[1:])
         else:
-            kernels += _weight_gradient(g, x, kernels, window, groups)
+            kernels += window.weight_gradient(x, g, groups)
         if bias is not None:
             bias += g.sum([i for i in range(g.dim()) if i != 1])
 
@@ -123,15 +122,6 @@ def _usual(x: Tensor, w: Tensor, b: Tensor | None, window: Window, groups: int) 
 def _is_linear(window: Window, x: Tensor, groups: int) -> bool:
     """Whether the kernel is as large as the images `x: [B, C, *space]`, so that there is one position."""
     return groups == 1 and window.kernel == x.shape[2:] and not any(window.before) and set(window.dilation) == {1}
-
-
-def _weight_gradient(g: Tensor, x: Tensor, like: Tensor, window: Window, groups: int) -> Tensor:
-    """That of a kernel like `like`, summed over examples and positions."""
-    kernels, zeros = torch.empty_like(like, memory_format=torch.contiguous_format), (0,) * window.dimensions
-    found: Tensor = torch.ops.aten.convolution_backward(
-        g, x, kernels, None, window.stride, window.before, window.dilation, False, zeros, groups, (False, True, False)
-    )[1]
-    return found
 
 
 def _bind(

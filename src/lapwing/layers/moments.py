@@ -129,11 +129,8 @@ class _ByShifts:
 
     def add(self, x: Tensor) -> None:
         self.count += x.shape[0] * x.shape[2:].numel()
-        below = functional.pad(x, (0, 0, 0, 2))
-        kernels = x.new_empty(x.shape[1], self.channels, 3, 5)
-        shifted = torch.ops.aten.convolution_backward(
-            x, below, kernels, None, (1, 1), (0, 2), (1, 1), False, (0, 0), self.groups, (False, True, False)
-        )[1]
+        shifts = Window((3, 5), (1, 1), (1, 1), (0, 2), (0, 2))
+        shifted = shifts.weight_gradient(functional.pad(x, (0, 0, 0, 2)), x, self.groups)
         self.shifted += torch.unflatten(shifted, 0, (self.groups, -1)).permute(3, 4, 0, 1, 2)
         grouped = torch.unflatten(x, 1, (self.groups, -1)).permute(3, 4, 1, 2, 0)  # [H, W, Q, C, B], a view
         for axis in range(2):

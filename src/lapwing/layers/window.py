@@ -29,6 +29,22 @@ class Window:
         """Whether it pads alike on both sides."""
         return self.before == self.after
 
+    @property
+    def unpadded(self) -> Window:
+        """The same over images that have their padding already."""
+        return replace(self, before=(0,) * self.dimensions, after=(0,) * self.dimensions)
+
+    def weight_gradient(self, x: Tensor, g: Tensor, groups: int) -> Tensor:
+        """`Σ_nr g aᵀ` of a convolution with this window, symmetric: `[C_out, C_in/Q, *kernel]`.
+
+        From its images `x: [B, C_in, *space]` and the gradients at its output, `g: [B, C_out, *positions]`.
+        """
+        kernels, zeros = g.new_empty(g.shape[1], x.shape[1] // groups, *self.kernel), (0,) * self.dimensions
+        found: Tensor = torch.ops.aten.convolution_backward(
+            g, x, kernels, None, self.stride, self.before, self.dilation, False, zeros, groups, (False, True, False)
+        )[1]
+        return found
+
     def patches(self, x: Tensor, groups: int) -> Tensor:
         """What each position sees: `[n, k, C, *space]` to `[n, Q, k·positions, I]`."""
         count, others = x.shape[:2]
