@@ -469,3 +469,27 @@ def test_columns_in_turns_where_all_do_not_fit(
     assert sorted(seen) == sorted(2 * turns)
     for one, other in zip(whole.curvature.blocks, parts.curvature.blocks, strict=True):
         torch.testing.assert_close(one.accumulator.matrix(), other.accumulator.matrix(), rtol=1e-10, atol=1e-13)
+
+
+def test_batches_that_reach_other_layers_than_the_first() -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, which: str) -> Tensor:
+            out: Tensor = (self.one if which == "one" else self.other)(x.mean(1))
+            return out
+
+    torch.manual_seed(0)
+    model = Either().double()
+    data = [{"x": sequences(4, 2, seed), "which": ("one", "other")[seed], "labels": labels(4)} for seed in range(2)]
+    la = Laplace(model, "classification", "block").fit(data)
+    for batch, block in zip(data, la.curvature.blocks, strict=True):
+        alone = Laplace(model, "classification", "block", weights=[f"{batch['which']}.*"]).fit([batch])
+        found, expected = (
+            torch.linalg.eigvalsh(one.accumulator.matrix()) for one in (block, alone.curvature.blocks[0])
+        )  # what the first batch did not reach has its elements in another order
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    slope = torch.cat([block.pack(la.curvature.gradient) for block in la.curvature.blocks])
+    assert bool((slope != 0).all())

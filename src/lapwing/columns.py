@@ -66,3 +66,10 @@ def averaged(draws: Sequence[Columns]) -> Columns:
         return torch.cat(pieces) / math.sqrt(len(draws))
 
     return Columns(len(draws) * size, part)
+
+
+def side_by_side(batches: Sequence[Columns]) -> Columns:
+    """The columns of the examples of several batches, each with as many."""
+    if len(batches) == 1:
+        return batches[0]
+    return Columns(batches[0].count, lambda start, stop: torch.cat([own.part(start, stop) for own in batches], dim=1))

@@ -11,6 +11,8 @@ from lapwing.errors import InputError
 from lapwing.spectrum import Spectrum
 from lapwing.tape import Tape
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
 
 class Fitted:
     """The tape with the layers it found, the spectrum, the weights' values, and how the model looked."""
@@ -27,7 +29,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Looks:
-    """How a model looked: a few sums over each of its parameters and buffers."""
+    """How a model looked: sums over each of its parameters and buffers."""
 
     sums: dict[str, Tensor]
 
@@ -39,7 +41,7 @@ class Looks:
         """Raise if a parameter or buffer is not what it was."""
         now = _looks(model)
         for name, before in self.sums.items():
-            if not bool(((now[name] - before).abs() <= 1e-9 * before[0]).all()):
+            if not torch.equal(now[name], before):
                 raise InputError(
                     f"{name!r} of the model changed since the fit, so the posterior no longer belongs to it. Restore "
                     "its values, or call la.fit(loader) again."
@@ -47,14 +49,10 @@ class Looks:
 
 
 def _looks(model: nn.Module) -> dict[str, Tensor]:
-    """Three sums over each parameter and buffer (of sizes, of values, of every other value): enough to notice
-    a change, and quick. Rounding of sums may differ from run to run, so they are compared up to 1e-9.
-    """
+    """Two sums over the bits of each parameter and buffer, of all of it and of its first half: quick, and exact."""
     found = {}
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         numbers = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
-        numbers = numbers.to(torch.uint8) if numbers.dtype == torch.bool else numbers
-        numbers = numbers.flatten().nan_to_num() if numbers.is_floating_point() else numbers.flatten()
-        sums = (numbers.abs(), numbers, numbers[::2])
-        found[name] = torch.stack([part.sum(dtype=torch.float64) for part in sums])
+        bits = numbers.reshape(-1).view(_BITS[numbers.element_size()])
+        found[name] = torch.stack([bits.sum(), bits[: len(bits) // 2].sum()])
     return found

@@ -62,7 +62,7 @@ def examine(record: Record, independent: bool) -> Examined:
     edges: list[Tensor | GradientEdge] = [use.edge for use in record.uses]
     both = _backward(record, [*edges, *record.parameters.values()], vector)
     plain, truth = both[: len(edges)], dict(zip(record.parameters, both[len(edges) :], strict=True))
-    moved = frozenset(name for name, gradient in truth.items() if gradient is not None and bool(dense(gradient).any()))
+    moved = frozenset(name for name, gradient in truth.items() if gradient is not None and _largest(gradient) != 0)
     if not edges:
         return Examined((), (), _layers(record, plain, truth), moved, True)
     scaled = _backward(record, edges, vector * scale.view(-1, *[1] * (vector.dim() - 1)))
@@ -171,10 +171,15 @@ def _backward(record: Record, inputs: Sequence[Tensor | GradientEdge], vector: T
     )
 
 
+def _largest(values: Tensor) -> float:
+    """The largest size of an entry; NaN where there is one."""
+    return float(dense(values.detach()).abs().amax()) if values.numel() else 0.0
+
+
 def _tells(gradient: Tensor) -> bool:
     """A gradient that is 0, or so small that it has lost its digits, says nothing about its examples."""
     limits = torch.finfo(gradient.dtype)
-    return bool(gradient.abs().amax() > limits.tiny / limits.eps) if gradient.numel() else False
+    return _largest(gradient) > limits.tiny / limits.eps
 
 
 def _noise(plain: Tensor | None, constant: Tensor | None) -> float:
@@ -244,8 +249,7 @@ def _close(record: Record, layer: Layer, assembled: Tensor, truth: dict[str, Ten
         expected = truth[name]
         expected = torch.zeros_like(value) if expected is None else dense(expected).to(value.dtype)
         allowed = max(tolerance(tensor.dtype) for tensor in (record.outputs, record.parameters[name]))
-        scale = torch.maximum(expected.abs().amax(), value.abs().amax())
-        if bool(((value - expected).abs() > allowed * scale).any()):
+        if _largest(value - expected) > allowed * max(_largest(expected), _largest(value)):
             return False
     return True
 

@@ -70,15 +70,24 @@ def _recomputed() -> bool:
 _TRANSPARENT: dict[Callable[..., Any], Callable[..., Any]] = {
     functional.multi_head_attention_forward: _see_through(functional.multi_head_attention_forward)
 }
+# By these a forward pass reads values, of which it may decide which way to go.
+_READING_VALUES = {
+    Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__contains__, Tensor.__array__,
+    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose,
+    Tensor.is_nonzero, torch.is_nonzero,
+}  # fmt: skip
 _ADDING = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__}
 
 
 class Recorder(TorchFunctionMode):
-    """Records into `uses`, in the order of the forward pass."""
+    """Records into `uses`, in the order of the forward pass. `decides`: it read values of tensors, of which it may
+    have decided which way to go.
+    """
 
     def __init__(self, names: Mapping[int, str], mailbox: Mailbox) -> None:
         super().__init__()
         self._view, self.mailbox, self.uses = owner_of(names), mailbox, list[Use]()
+        self.decides = False
         self._nodes: dict[object, int] = {}
 
     def owner(self, value: object) -> View | None:
@@ -91,6 +100,7 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.decides |= func in _READING_VALUES
         if func in _TRANSPARENT:
             with self:
                 return _TRANSPARENT[func](*args, **kwargs)

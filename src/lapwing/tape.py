@@ -34,7 +34,7 @@ from lapwing.recorder import Mailbox, Recorder, Use
 from lapwing.slope import Slope
 
 logger = logging.getLogger("lapwing")
-_PROBED = 8  # examples that tell as much of a network as a whole batch, where all its inputs are batched
+_PROBED = 4  # examples that tell as much of a network as a whole batch, where all its inputs are batched
 _LARGE = 16  # parts of the budget, above one of which half as many must do
 
 
@@ -89,7 +89,7 @@ class Tape:
                 "The model's output does not depend on any Bayesian parameter through autograd. Remove "
                 "torch.no_grad(), .detach() or torch.jit.script from its forward pass, or choose other weights."
             )
-        return Record(self, inputs, outputs, parameters, tuple(recorder.uses), mailbox, create_graph)
+        return Record(self, inputs, outputs, parameters, tuple(recorder.uses), mailbox, create_graph, recorder.decides)
 
     def singles(self, inputs: Inputs, outputs: Tensor, create_graph: bool = False) -> Iterator[Record]:
         """One record per example, for batches that mix them: alone, everything belongs to the one example."""
@@ -133,7 +133,7 @@ class Tape:
         """A pass over a few examples, which tell as much as the batch if they come out as they do in it."""
         size = sum(use.output.numel() for use in record.uses) * record.outputs.element_size() * _PROBED
         count = _PROBED if size <= record.examples * self.budget / _LARGE else _PROBED // 2
-        if record.examples < 2 * count or not record.inputs.all_batched(record.examples):
+        if record.examples < 4 * count or not record.inputs.all_batched(record.examples):
             return None
         try:
             few = self.run(record.inputs.split(record.examples).part(0, count), record.create_graph)
@@ -181,6 +181,8 @@ class Record:
     uses: tuple[Use, ...]
     mailbox: Mailbox
     create_graph: bool
+    decides: bool = False
+    """Whether values of tensors may have decided which way the pass went."""
     axes: tuple[ExampleAxis | None, ...] = ()
     counts: tuple[bool, ...] = ()
     lost: frozenset[str] = frozenset()
@@ -263,6 +265,8 @@ class Record:
             for start in range(0, columns.count, step):
                 part = columns.part(start, min(start + step, columns.count))
                 delivery = Delivery(self, pairs, consume, start, part.shape[0], at_once is not None, slope)
+                if not delivery.owners:  # the pass reached none of these layers
+                    break
                 if self.graph.batchable and part.shape[0] > 1:
                     delivery.at_once(part)
                 else:

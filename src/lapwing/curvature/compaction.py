@@ -7,6 +7,7 @@ The columns `S_n` of each example are rotated so that they are orthogonal, `‖S
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,29 +45,40 @@ class Ranked:
         return example, self.columns[first + column, example]
 
 
-def rank(columns: Columns, tolerance: float) -> Ranked:
-    """Rotate, rank and drop."""
+def rank(columns: Columns, tolerance: float, batches: Sequence[int]) -> Ranked:
+    """Rotate, rank and drop, in each of `batches` (how many examples it has) by itself."""
     roots = columns.part(0, columns.count)
     roots = roots.flatten(2).double() if roots.dim() > 2 else roots.unsqueeze(2).double()  # [K, N, D]
     gram = torch.einsum("knd,lnd->nkl", roots, roots)
-    traces = gram.diagonal(dim1=1, dim2=2).sum(1)
-    total = traces.sum()
-    live = (traces > _surely_dropped(traces, tolerance * total, columns.count)).nonzero().squeeze(1)
-    values, vectors = torch.linalg.eigh(gram[live])
-    rotated = torch.einsum("knd,nkl->lnd", roots[:, live], vectors).flip(0)  # largest first
+    traces = gram.diagonal(dim1=1, dim2=2).sum(1).split(list(batches))
+    totals = [own.sum() for own in traces]
+    live = [
+        own > _surely_dropped(own, tolerance * total, columns.count) for own, total in zip(traces, totals, strict=True)
+    ]
+    index = torch.cat(live).nonzero().squeeze(1)
+    values, vectors = torch.linalg.eigh(gram[index])
+    rotated = torch.einsum("knd,nkl->lnd", roots[:, index], vectors).flip(0)  # largest first
     sizes = values.clamp(min=0).T.flip(0)  # [K, n]
-    allowed = tolerance * total - (total - sizes.sum())
+    parts = sizes.split([int(own.sum()) for own in live], dim=1)
+    kept = torch.cat(
+        [_kept(own, tolerance * total - (total - own.sum())) for own, total in zip(parts, totals, strict=True)], 1
+    )
+    counts = torch.zeros(roots.shape[1], dtype=torch.long, device=roots.device)
+    counts[index] = kept.sum(0)
+    most = int(counts.amax()) if len(counts) else 0
+    chosen = torch.zeros(most, *roots.shape[1:], dtype=roots.dtype, device=roots.device)
+    chosen[:, index] = rotated[:most] * kept[:most].unsqueeze(2)
+    total = float(torch.stack(totals).sum())
+    return Ranked(chosen, counts, max(0.0, total - float((sizes * kept).sum())), total)
+
+
+def _kept(sizes: Tensor, allowed: Tensor) -> Tensor:
+    """Which pairs `[K, n]` are left when the smallest are dropped, together no more than `allowed`."""
     # The last columns come first, so that among equals of an example those go that come last.
     ascending, order = sizes.flip(0).flatten().sort(stable=True)
     dropped = ascending.cumsum(0) <= allowed
-    kept = torch.ones_like(dropped).scatter_(0, order, ~dropped).unflatten(0, sizes.shape).flip(0)
-    counts = torch.zeros(traces.shape, dtype=torch.long, device=traces.device)
-    counts[live] = kept.sum(0)
-    most = int(counts.amax()) if len(counts) else 0
-    chosen = torch.zeros(most, *roots.shape[1:], dtype=roots.dtype, device=roots.device)
-    chosen[:, live] = rotated[:most] * kept[:most].unsqueeze(2)
-    lost = float(total - (sizes * kept).sum())
-    return Ranked(chosen, counts, max(0.0, lost), float(total))
+    kept: Tensor = torch.ones_like(dropped).scatter_(0, order, ~dropped).unflatten(0, sizes.shape).flip(0)
+    return kept
 
 
 def _surely_dropped(traces: Tensor, allowed: Tensor, columns: int) -> Tensor:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lapwing.batches import Inputs, Unpack, check_targets, read
-from lapwing.columns import Columns, given
+from lapwing.batches import Unpack, check_targets, read
+from lapwing.columns import Columns, given, side_by_side
 from lapwing.curvature import lowrank
 from lapwing.curvature.accumulator import sum_dtype
 from lapwing.curvature.blocks import Block, choose, deliver
@@ -20,11 +20,12 @@ from lapwing.curvature.curvature import Curvature, Traces
 from lapwing.curvature.diagonal import DiagonalAccumulator
 from lapwing.curvature.hessian import add_hessian
 from lapwing.curvature.kfra import add_kfra
-from lapwing.curvature.kinds import check_count, columns, output_gradient
+from lapwing.curvature.kinds import RANDOM, check_count, columns, output_gradient
 from lapwing.curvature.kronecker import KroneckerAccumulator
 from lapwing.curvature.structures import StructureOptions, arrange, build, group
 from lapwing.curvature.tied import TiedAccumulator
 from lapwing.errors import InputError
+from lapwing.gathering import Batch, Gathering
 from lapwing.gradients import Gradients, weighed
 from lapwing.head import head_inputs
 from lapwing.likelihoods import Likelihood, Statistics
@@ -62,14 +63,14 @@ class Fit:
                 "augmented data. Pass one augmented copy as data, or use another structure."
             )
         statistics, slopes, blocks, traces = Statistics(), dict[str, Tensor](), tuple[Block, ...](), Traces()
-        for record, targets in self._batches(tape, loader, passes, f"fit {self.structure}"):
+        for record, batch in self._batches(tape, loader, passes, f"fit {self.structure}"):
             if not blocks:
                 blocks = self._blocks(tape)
-            statistics += self.likelihood.statistics(record.outputs.detach(), targets)
+            statistics += self.likelihood.statistics(record.outputs.detach(), batch.targets)
             if self.structure == "lowrank":
-                self._add_slope(record, targets, slopes)
+                self._add_slope(record, batch.targets, slopes)
             else:
-                traces += self._add(record, targets, blocks, generator, slopes)
+                traces += self._add(record, batch, blocks, generator, slopes)
         if not blocks:
             raise InputError("The loader is empty: it yielded no batch, so there is nothing to fit.")
         if self.structure == "ekfac":
@@ -92,23 +93,28 @@ class Fit:
             blocks.append(Block(layers, accumulator, chosen))
         return tuple(blocks)
 
-    def _batches(self, tape: Tape, loader: Iterable[Any], passes: int, title: str) -> Iterator[tuple[Record, Tensor]]:
-        device = next(iter(tape.parameters.values())).device
+    def _batches(self, tape: Tape, loader: Iterable[Any], passes: int, title: str) -> Iterator[tuple[Record, Batch]]:
+        device, gathering = next(iter(tape.parameters.values())).device, Gathering(tape)
         for _ in range(passes):
-            for where, inputs, targets in read(loader, device, self.unpack, title, self.progress):
-                for record, own in _recorded(tape, inputs, targets, where, create_graph=self.kind == "hessian"):
-                    self.likelihood.check(record.outputs.detach(), own, where)
+            batches = read(loader, device, self.unpack, title, self.progress)
+            for batch in gathering.batches(batches):
+                for record, own in _recorded(tape, batch, create_graph=self.kind == "hessian"):
+                    for where, outputs, targets in own.apart(record.outputs.detach()):
+                        self.likelihood.check(outputs, targets, where)
+                    if self.kind != "kfra":  # which averages over a batch before it goes on
+                        gathering.see(record)
                     yield record, own
 
     def _add(
         self,
         record: Record,
-        targets: Tensor,
+        batch: Batch,
         blocks: tuple[Block, ...],
         generator: torch.Generator | None,
         slopes: dict[str, Tensor] | None = None,
     ) -> Traces:
         """Add a batch to the blocks, and its gradient to `slopes`; returns what was dropped of it."""
+        targets = batch.targets
         if self.kind == "hessian":
             add_hessian(record, self.likelihood, targets, blocks)
             self._add_slope(record, targets, slopes)
@@ -123,7 +129,7 @@ class Fit:
             return Traces()
         if self.kind == "kfra":
             blocks = add_kfra(record, self.likelihood, targets, blocks, self.kfra_residual)
-        vectors = columns(self.kind, self.likelihood, record.outputs, targets, self.samples, generator)
+        vectors = self._columns(record, batch, generator)
         size = vectors.count * record.outputs.numel() * 8
         ranked = self.kind == "ggn" and self.rank_tolerance > 0 and 4 * size <= self.options.budget
         # The gradient comes with the first column where that has its direction, and each layer a block of its own.
@@ -138,10 +144,21 @@ class Fit:
         if blocks:
             check_count(self.kind, vectors.count, record.outputs, self.max_columns)
         if ranked:
-            return self._add_ranked(record, vectors, blocks)
+            return self._add_ranked(record, vectors, blocks, batch.sizes)
         if blocks:
             deliver(record, vectors, blocks, _update, self._at_once(record, vectors), slope)
         return Traces()
+
+    def _columns(self, record: Record, batch: Batch, generator: torch.Generator | None) -> Columns:
+        """What to backpropagate; drawn for each batch of the loader, so that draws do not depend on gathering."""
+        if self.kind not in RANDOM:
+            return columns(self.kind, self.likelihood, record.outputs, batch.targets, self.samples, generator)
+        return side_by_side(
+            [
+                columns(self.kind, self.likelihood, outputs, targets, self.samples, generator)
+                for _, outputs, targets in batch.apart(record.outputs)
+            ]
+        )
 
     def _at_once(self, record: Record, vectors: Columns) -> int | None:
         """Structures that form gradients read the inputs once for as many columns as fit into memory."""
@@ -208,9 +225,9 @@ class Fit:
         if alone is not None:
             deliver(alone, given(drawn[others].unsqueeze(0)), blocks, _update)
 
-    def _add_ranked(self, record: Record, vectors: Columns, blocks: tuple[Block, ...]) -> Traces:
+    def _add_ranked(self, record: Record, vectors: Columns, blocks: tuple[Block, ...], sizes: Sequence[int]) -> Traces:
         """The largest columns on the batch as it is, what is left of them on a batch of their examples alone."""
-        ranked = rank(vectors, self.rank_tolerance)
+        ranked = rank(vectors, self.rank_tolerance, sizes)
         whole = ranked.whole_batches()
         if whole:
             deliver(record, as_columns(ranked.columns[:whole], record.outputs), blocks, _update)
@@ -243,8 +260,8 @@ class Fit:
             for block in blocks
         )
         targets_of = tuple(block for block in refined if block.accumulator.kind == "ekfac")
-        for record, targets in self._batches(tape, loader, passes, "fit ekfac, second pass"):
-            self._add(record, targets, targets_of, generator)
+        for record, batch in self._batches(tape, loader, passes, "fit ekfac, second pass"):
+            self._add(record, batch, targets_of, generator)
         return refined
 
 
@@ -264,18 +281,18 @@ def _update(block: Block, gradients: Gradients) -> None:
     block.accumulator.update(gradients)
 
 
-def _recorded(
-    tape: Tape, inputs: Inputs, targets: Tensor, where: str, create_graph: bool
-) -> Iterator[tuple[Record, Tensor]]:
+def _recorded(tape: Tape, batch: Batch, create_graph: bool) -> Iterator[tuple[Record, Batch]]:
     """The batch as one record, or one record per example where it mixes them."""
     try:
-        record = tape.record(inputs, create_graph)
+        record = tape.record(batch.inputs, create_graph)
     except MixedExamplesError as mixed:
-        check_targets(where, mixed.outputs, targets)
-        yield from zip(tape.singles(inputs, mixed.outputs, create_graph), targets.split(1), strict=True)
+        check_targets(batch.where, mixed.outputs, batch.targets)
+        records = tape.singles(batch.inputs, mixed.outputs, create_graph)
+        for record, targets in zip(records, batch.targets.split(1), strict=True):
+            yield record, Batch(record.inputs, targets, ((batch.where, 1),))
     else:
-        check_targets(where, record.outputs, targets)
-        yield record, targets
+        check_targets(batch.where, record.outputs, batch.targets)
+        yield record, batch
 
 
 def _eigen(factors: KroneckerAccumulator | TiedAccumulator, budget: int) -> DiagonalAccumulator:

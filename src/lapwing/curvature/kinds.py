@@ -13,6 +13,7 @@ from lapwing.errors import InputError
 from lapwing.likelihoods import Likelihood
 
 KINDS = ("ggn", "rademacher", "fisher", "empirical", "kfra", "hessian")
+RANDOM = ("rademacher", "fisher")
 
 
 def columns(
