@@ -96,8 +96,8 @@ class KroneckerBasis(Basis):
     shape: tuple[int, int, int]
     output: Side = None
     input: Side = None
-    orthonormal: bool = True
-    """Whether the output side is, as it is unless the prior has a shape there."""
+    orthonormal: tuple[bool, bool] = (True, True)
+    """Whether the output and the input side are, as they are unless the prior has a shape there."""
 
     def coordinates(self, gradients: Gradients, start: int, stop: int) -> Tensor:
         if isinstance(gradients, Uses):
@@ -237,26 +237,43 @@ class KroneckerBasis(Basis):
 
         Where the curvature of an output direction vanishes, D is constant and so is w, at its ceiling
         `w₀ = ‖â‖² max D`. There is no need to rotate into such directions: with `Σ_o ĝ_k ĝ_l = g_k·g_l` the rest
-        is `w₀ g_k·g_l − Σ_top ĝ_k ĝ_l (w₀ − w)`.
+        is `w₀ g_k·g_l − Σ_top ĝ_k ĝ_l (w₀ − w)`. Of an input direction without curvature only `Σ â²` is needed, which
+        is what the others leave of `‖a‖²`.
         """
         highest = scale.amax()
-        rounding = 32 * torch.finfo(scale.dtype).eps
-        flat = (scale.amin((0, 2)) >= (1 - rounding) * highest).to(torch.int8)
-        # Eigenvalues ascend, so that directions without curvature come first.
-        skip = int(flat.cumprod(0).sum()) if self.orthonormal and isinstance(self.output, Tensor) else 0
-        skip = skip if 4 * skip >= self.shape[1] else 0
-        top = replace(self, output=self.output[..., skip:]) if isinstance(self.output, Tensor) and skip else self
+        skip, inner = (self._without_curvature(scale, side) for side in (0, 1))
+        top = replace(
+            self,
+            output=self.output[..., skip:] if isinstance(self.output, Tensor) else self.output,
+            input=self.input[..., inner:] if isinstance(self.input, Tensor) else self.input,
+        )
         # Chunks that stay in the cache: what follows is elementwise on large arrays.
         for start, stop in parts(pair, self.shape[0] * self.shape[1], 2**23):
             g, a = top._rotated(pair, start, stop)
             squares = a.squeeze(2).square()
-            weights = torch.einsum("nqi,qoi->nqo", squares, scale[:, skip:])
+            size, weights = squares.sum(2), torch.einsum("nqi,qoi->nqo", squares, scale[:, skip:, inner:])
+            if inner:
+                whole = pair.inputs.part(start, stop).squeeze(2).to(g.dtype).square().sum(2) + pair.inputs.bias
+                weights = weights + (highest * (whole - size).clamp(min=0)).unsqueeze(2)
+                size = whole
             if not skip:
                 yield _Single(g.squeeze(3), weights)
                 continue
-            ceiling = highest * squares.sum(2)
-            gap = (ceiling.unsqueeze(2) - weights).clamp(min=0)
-            yield _Single(g.squeeze(3), gap, pair.g[:, start:stop].squeeze(3), ceiling)
+            gap = ((highest * size).unsqueeze(2) - weights).clamp(min=0)
+            yield _Single(g.squeeze(3), gap, pair.g[:, start:stop].squeeze(3), highest * size)
+
+    def _without_curvature(self, scale: Tensor, side: int) -> int:
+        """How many directions of the outputs (0) or inputs (1), from the first, may be left out of a rotation: those in
+        which `scale` is at its height. None where few are, or where what remains would be lost in rounding.
+        """
+        matrix, highest = (self.output, self.input)[side], scale.amax()
+        rounding = torch.finfo(scale.dtype).eps
+        lossless = bool(rounding * highest <= _LOST * scale.amin())
+        if not (isinstance(matrix, Tensor) and self.orthonormal[side] and lossless):
+            return 0
+        flat = scale.amin((0, 2 - side)) >= (1 - 32 * rounding) * highest
+        count = int(flat.to(torch.int8).cumprod(0).sum())  # eigenvalues ascend
+        return count if 4 * count >= len(flat) else 0
 
     def _picked(self, pair: TokenPair) -> Segments:
         """The coordinates of an embedding's gradients at the rows that are not 0."""
@@ -287,6 +304,7 @@ class KroneckerBasis(Basis):
         return total
 
 
+_LOST = 1e-4  # of a variance, at most, by a difference of larger numbers
 _CACHE = 2**22  # bytes that stay close to the processor
 _GATHERED = 2**26  # bytes of products between positions, of which each is used once
 

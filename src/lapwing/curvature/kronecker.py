@@ -176,7 +176,8 @@ class KroneckerAccumulator:
         inputs = self.inputs / (count if self.inputs.dim() == 2 else count.unsqueeze(2)).to(self.inputs.dtype)
         input_values, input_side = _decompose_side(inputs, input_shape, self.terms[0])
         output_values, output_side = _decompose_side(self.outputs, output_shape, self.terms[1])
-        basis = KroneckerBasis(self.shape, output_side, input_side, orthonormal=output_shape is None)
+        orthonormal = (output_shape is None, input_shape is None)
+        basis = KroneckerBasis(self.shape, output_side, input_side, orthonormal)
         eigenvalues = output_values.unsqueeze(2) * input_values.unsqueeze(1)
         per_example = count / max(self.examples, 1)
         if self.turned:  # the gradients are on the side of the inputs
