@@ -363,6 +363,13 @@ def _apply(x: Tensor, side: Side, contract: str, scale: str) -> Tensor:
     return torch.einsum(contract, x, side)
 
 
+def side_marginal(side: Side, values: Tensor) -> Tensor:
+    """The diagonals of `U diag(values) Uᵀ` for the groups of one side: `[Q, d]`, in the dtype of the values."""
+    if isinstance(side, Scaling):
+        return values * side.values.to(values.dtype).square()
+    return values if side is None else (side.to(values.dtype).square() @ values.unsqueeze(2)).squeeze(2)
+
+
 def _square(side: Side) -> Side:
     if isinstance(side, Scaling):
         return Scaling(side.values.square())

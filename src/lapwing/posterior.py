@@ -193,8 +193,7 @@ class Posterior:
         """The diagonal of H by parameter name, float64; negative where an exact Hessian is."""
         found: dict[str, Tensor] = {}
         for i, block in enumerate(self.spectrum.blocks):
-            plain = self.spectrum.decompose(i, None)
-            found |= block.unpack(plain.basis.to(torch.float64).marginal(plain.eigenvalues))
+            found |= block.unpack(self.spectrum.decompose(i, None).diagonal())
         return found
 
     def precision_diagonal(self) -> dict[str, Tensor]:

@@ -70,10 +70,10 @@ def maximize(space: Space, tolerance: float, max_steps: int) -> tuple[Tensor, fl
     precision per parameter does not converge (torch.optim.LBFGS: 500 evaluations and not there, here 12).
     """
     point = space.start
-    value, gradient = space.evidence(point)
+    value, gradient, distances = space.evidence(point)
     pairs: list[tuple[Tensor, Tensor]] = []
     for step in range(max_steps + 1):
-        size = space.sizes(point)
+        size = space.sizes(distances)
         residual = float((2 * gradient.abs() / size).max())
         if residual <= tolerance or step == max_steps:
             break
@@ -85,7 +85,7 @@ def maximize(space: Space, tolerance: float, max_steps: int) -> tuple[Tensor, fl
         length, found = 1.0, False
         while length > 1e-9 and not found:
             after = point + length * direction
-            new_value, new_gradient = space.evidence(after)
+            new_value, new_gradient, new_distances = space.evidence(after)
             enough = new_value >= value + 1e-4 * length * float(direction @ gradient)
             # Where the evidence changes by rounding only, the gradient says whether the step was good.
             level = abs(new_value - value) <= 1e-10 * abs(value)
@@ -98,7 +98,7 @@ def maximize(space: Space, tolerance: float, max_steps: int) -> tuple[Tensor, fl
             pairs = []
             continue
         pairs = [*pairs, (after - point, gradient - new_gradient)][-20:]
-        point, value, gradient = after, new_value, new_gradient
+        point, value, gradient, distances = after, new_value, new_gradient, new_distances
     return point, value, residual, step
 
 
@@ -139,24 +139,25 @@ class Space:
         mean = self.la.posterior._gaussian().mean
         return self.la.at(prior=GaussianPrior(by_name, mean), noise=self.clip(point)[-1].exp() if self.noise else None)
 
-    def evidence(self, point: Tensor) -> tuple[float, Tensor]:
-        """Its value and its gradient, 0 for what is held or as far as it may go."""
+    def evidence(self, point: Tensor) -> tuple[float, Tensor, Tensor]:
+        """Its value, its gradient, 0 for what is held or as far as it may go, and the distances there."""
         moving = point.clone().requires_grad_()
-        value = self.at(moving).log_evidence()
+        there = self.at(moving)
+        value = there.log_evidence()
         (gradient,) = torch.autograd.grad(value, moving)
         low, high = self._bounds()
-        return value.item(), torch.where(self.free & (low < point) & (point < high), gradient, 0.0)
+        gradient = torch.where(self.free & (low < point) & (point < high), gradient, 0.0)
+        with torch.no_grad():
+            return value.item(), gradient, self._distances(there.posterior)
 
-    def sizes(self, point: Tensor) -> Tensor:
+    def sizes(self, distances: Tensor) -> Tensor:
         """What the gradient is measured against: the distances, or the size of a group at the prior mean."""
-        scale = self.distances(point)
-        counts = self._counts.to(scale)
-        scale[: len(counts)] = torch.where(scale[: len(counts)] > 0, scale[: len(counts)], counts)
-        return scale.clamp(min=1e-300)
+        counts = self._counts.to(distances)
+        groups, noise = distances[: len(counts)], distances[len(counts) :]
+        return torch.cat([torch.where(groups > 0, groups, counts), noise]).clamp(min=1e-300)
 
-    def distances(self, point: Tensor) -> Tensor:
+    def _distances(self, posterior: Posterior) -> Tensor:
         """`λ_g ‖θ*_g − μ₀‖²` of each group, and T times the observations for the noise."""
-        posterior = self.at(point).posterior
         weighted = {
             name: precision * posterior.squared_distances[name] for name, precision in posterior.precisions.items()
         }
@@ -175,7 +176,8 @@ class Space:
         if self.la.center != "network":
             sizes = self._counts.to(point)
             count = len(sizes)
-            gone[:count] |= self.free[:count] & (self.sizes(point)[:count] < 1e-8 * sizes)
+            distances = self._distances(self.at(point).posterior)
+            gone[:count] |= self.free[:count] & (self.sizes(distances)[:count] < 1e-8 * sizes)
         if not bool(gone.any()):
             return []
         return [

@@ -219,8 +219,7 @@ class _Search:
         here = copy.copy(la)
         here.mode_ = found
         space = search_space(here, self.groups, self.noise, from_here=True)
-        value, gradient = space.evidence(space.start)
-        distances = space.distances(space.start)
+        value, gradient, distances = space.evidence(space.start)
         return _Stop(here, found, space, value, gradient, distances, here.effective_dimension())
 
     def refined(self, stop: _Stop) -> _Stop:
