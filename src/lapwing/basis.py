@@ -152,6 +152,8 @@ class KroneckerBasis(Basis):
         if isinstance(self.output, Tensor):
             if g.shape[2:4] == (1, 1):  # one large product, without the permutations of einsum
                 g = (g[:, :, 0, 0] @ self.output[0])[:, :, None, None]
+            elif g.shape[2] == 1 and g.shape[3] >= _IMAGE and g.stride(3) == 1 and g.stride(1) > g.stride(0):
+                g = _rotate_images(g[:, :, 0], self.output[0]).unsqueeze(2)
             else:
                 g = torch.einsum("knqro,qop->knqrp", g, self.output)
         elif isinstance(self.output, Scaling):
@@ -190,7 +192,9 @@ class KroneckerBasis(Basis):
                 position_pairs.squares(*self._rotated(gradients, *part)) for part in self._chunks(gradients, budget)
             )
         if gradients.positions > 1:
-            return super().squares(gradients, min(budget, _CACHE))  # what follows is elementwise on large arrays
+            # Elementwise on large arrays: a few examples at a time, and in place, as nobody else has these coordinates.
+            chunks = self._parts(gradients, min(budget, _CACHE))
+            return _sum(self.coordinates(gradients, *part).square_().sum((0, 1)) for part in chunks)
         g, a = self._rotated(gradients, 0, gradients.examples)
         return torch.einsum("nqo,nqi->qoi", g.squeeze(3).square().sum(0), a.squeeze(2).square())
 
@@ -305,6 +309,7 @@ class KroneckerBasis(Basis):
 
 
 _LOST = 1e-4  # of a variance, at most, by a difference of larger numbers
+_IMAGE = 32  # positions from which a product for every image is as quick as one large product
 _CACHE = 2**22  # bytes that stay close to the processor
 _GATHERED = 2**26  # bytes of products between positions, of which each is used once
 
@@ -353,6 +358,14 @@ class DenseBasis(Basis):
 
     def to(self, dtype: torch.dtype) -> DenseBasis:
         return DenseBasis(self.shape, _to(self.vectors, dtype))
+
+
+def _rotate_images(g: Tensor, side: Tensor) -> Tensor:
+    """`g U` of `g: [K, n, R, O]` that lies in memory as `[n, K, O, R]`, and so does what is returned: no copy."""
+    columns, examples = g.shape[:2]
+    images = g.transpose(0, 1).mT.flatten(0, 1)  # [n·K, O, R]
+    rotated: Tensor = torch.bmm(side.T.expand(len(images), -1, -1), images).unflatten(0, (examples, columns))
+    return rotated.mT.transpose(0, 1)
 
 
 def _apply(x: Tensor, side: Side, contract: str, scale: str) -> Tensor:

@@ -58,13 +58,15 @@ class Gathering:
     def __init__(self, tape: Tape) -> None:
         self._tape, self._room, self._agreed = tape, 0, False
 
-    def see(self, record: Record) -> None:
-        """Learn from a pass how many examples may go together: one, where values or the order of a whole batch may
-        decide which way it takes, or where sums over a longer batch lose digits.
+    def see(self, record: Record, columns: int) -> None:
+        """Learn from a pass how many examples may go together, if so many columns of each do. One, where values or the
+        order of a whole batch may decide which way it takes, or where sums over a longer batch lose digits.
         """
         if self._room:
             return
-        size = sum(use.output.numel() for use in record.uses) * record.outputs.element_size() / record.examples
+        size = (
+            sum(use.output.numel() for use in record.uses) * record.outputs.element_size() / record.examples * columns
+        )
         bound = record.decides or record.graph.reorders or record.graph.divided or record.outputs.dtype != record.dtype
         self._room = 1 if bound else max(1, min(_EXAMPLES, int(self._tape.budget / _SHARE / max(1.0, size))))
 

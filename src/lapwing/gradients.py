@@ -212,9 +212,15 @@ Gradients = Pair | TokenPair | Uses | Rows
 def outer(g: Tensor, a: Tensor) -> Tensor:
     """`Σ_r g_knr a_nrᵀ`: `[K, n, Q, O, I]` from `g: [K, n, Q, R, O]` and `a: [n, Q, R, I]`.
 
-    Column by column, as all at once would be copied to have the examples first.
+    One product per example where its columns lie side by side in memory; else column by column, as they would have to
+    be copied.
     """
-    return torch.stack([column.mT @ a for column in g])
+    columns, groups, outputs = g.shape[0], g.shape[2], g.shape[4]
+    if groups > 1 or columns == 1 or g.stride(0) != outputs * g.stride(4):
+        return torch.stack([column.mT @ a for column in g])
+    together = g[:, :, 0].permute(1, 0, 3, 2).flatten(1, 2)  # [n, K·O, R], a view
+    formed: Tensor = (together @ a[:, 0]).unflatten(1, (columns, outputs)).transpose(0, 1)
+    return formed.unsqueeze(2)
 
 
 def weighed(gradients: Gradients, weights: Tensor) -> Gradients:

@@ -13,12 +13,11 @@ from torch import Tensor
 
 def squares(g: Tensor, a: Tensor) -> Tensor:
     """`Σ_kn (Σ_r g_knr a_nrᵀ)²`: `[Q, O, I]`."""
-    first, second = torch.triu_indices(g.shape[3], g.shape[3], device=g.device)
-    products = torch.zeros_like(g[0, :, :, first])
-    for column in g:
-        products += column[:, :, first] * column[:, :, second]
-    products *= torch.where(first == second, 1, 2).to(g.dtype).unsqueeze(1)
-    return torch.einsum("nqpo,nqpi->qoi", products, a[:, :, first] * a[:, :, second])
+    products, positions = _products(g[0]), g.shape[3]
+    for column in g[1:]:
+        products += _products(column)
+    products[:, :, positions:] *= 2  # (r, s) and (s, r)
+    return torch.einsum("nqpo,nqpi->qoi", products, _products(a))
 
 
 def variance(g: Tensor, a: Tensor, scale: Tensor) -> Tensor:
@@ -32,13 +31,16 @@ def covariance(g: Tensor, a: Tensor, scale: Tensor) -> Tensor:
     return left @ right.mT
 
 
+def _products(x: Tensor) -> Tensor:
+    """`x_r ∘ x_{r+d}` of `x: [n, Q, R, D]`, all r of d = 0 first, then of d = 1, and so on: `[n, Q, R(R + 1)/2, D]`."""
+    positions = x.shape[2]
+    return torch.cat([x[:, :, : positions - d] * x[:, :, d:] for d in range(positions)], dim=2)
+
+
 def _weighed(g: Tensor, a: Tensor, scale: Tensor) -> Tensor:
     """`Σ_s w_rso g_kso` with `w_rso = Σ_i a_ri a_si D_oi`: `[K, n, Q, R, O]`."""
-    positions = g.shape[3]
-    first, second = torch.triu_indices(positions, positions, device=g.device)
-    upper = torch.einsum("nqpi,qoi->nqpo", a[:, :, first] * a[:, :, second], scale)
-    place = torch.zeros(positions, positions, dtype=torch.long, device=g.device)
-    number = torch.arange(len(first), device=g.device)
-    place[first, second] = place[second, first] = number
-    weights = upper[:, :, place]  # [n, Q, R, R, O]
+    upper = torch.einsum("nqpi,qoi->nqpo", _products(a), scale)
+    row = torch.arange(g.shape[3], device=g.device)
+    first, gap = torch.minimum(row, row.unsqueeze(1)), (row - row.unsqueeze(1)).abs()
+    weights = upper[:, :, gap * len(row) - gap * (gap - 1) // 2 + first]  # [n, Q, R, R, O]
     return torch.stack([torch.einsum("nqrso,nqso->nqro", weights, column) for column in g])

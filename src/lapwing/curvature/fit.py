@@ -63,7 +63,7 @@ class Fit:
                 "augmented data. Pass one augmented copy as data, or use another structure."
             )
         statistics, slopes, blocks, traces = Statistics(), dict[str, Tensor](), tuple[Block, ...](), Traces()
-        for record, batch in self._batches(tape, loader, passes, f"fit {self.structure}"):
+        for record, batch in self._batches(tape, loader, passes, f"fit {self.structure}", self.structure == "diag"):
             if not blocks:
                 blocks = self._blocks(tape)
             statistics += self.likelihood.statistics(record.outputs.detach(), batch.targets)
@@ -93,7 +93,10 @@ class Fit:
             blocks.append(Block(layers, accumulator, chosen))
         return tuple(blocks)
 
-    def _batches(self, tape: Tape, loader: Iterable[Any], passes: int, title: str) -> Iterator[tuple[Record, Batch]]:
+    def _batches(
+        self, tape: Tape, loader: Iterable[Any], passes: int, title: str, several: bool
+    ) -> Iterator[tuple[Record, Batch]]:
+        """Passes over the data; `several` columns of an example may come together, which takes memory."""
         device, gathering = next(iter(tape.parameters.values())).device, Gathering(tape)
         for _ in range(passes):
             batches = read(loader, device, self.unpack, title, self.progress)
@@ -102,7 +105,7 @@ class Fit:
                     for where, outputs, targets in own.apart(record.outputs.detach()):
                         self.likelihood.check(outputs, targets, where)
                     if self.kind != "kfra":  # which averages over a batch before it goes on
-                        gathering.see(record)
+                        gathering.see(record, record.outputs[0].numel() if several else 1)
                     yield record, own
 
     def _add(
@@ -146,7 +149,7 @@ class Fit:
         if ranked:
             return self._add_ranked(record, vectors, blocks, batch.sizes)
         if blocks:
-            deliver(record, vectors, blocks, _update, self._at_once(record, vectors), slope)
+            deliver(record, vectors, blocks, _update, self._at_once(record, vectors, blocks), slope)
         return Traces()
 
     def _columns(self, record: Record, batch: Batch, generator: torch.Generator | None) -> Columns:
@@ -160,13 +163,19 @@ class Fit:
             ]
         )
 
-    def _at_once(self, record: Record, vectors: Columns) -> int | None:
+    def _at_once(self, record: Record, vectors: Columns, blocks: tuple[Block, ...]) -> int | None:
         """Structures that form gradients read the inputs once for as many columns as fit into memory."""
-        if self.structure not in ("diag", "ekfac"):
+        if not self._forms_gradients(blocks):
             return None
         size = sum(use.output.numel() for use in record.uses) * record.outputs.element_size()
         turns = math.ceil(vectors.count / max(1, self.options.budget // max(1, size)))
         return math.ceil(vectors.count / max(1, turns))  # turns of equal size
+
+    def _forms_gradients(self, blocks: tuple[Block, ...]) -> bool:
+        """Of kron, which may have a diagonal here and there, the first phase of ekfac included, most blocks do not."""
+        return self.structure in ("diag", "ekfac") and not any(
+            isinstance(block.accumulator, KroneckerAccumulator | TiedAccumulator) for block in blocks
+        )
 
     def _add_head(self, record: Record, targets: Tensor, block: Block) -> bool:
         """Where the one layer is the last and its output the model's, no column is needed: `G` is `Σ_n Λ_n`."""
@@ -260,7 +269,7 @@ class Fit:
             for block in blocks
         )
         targets_of = tuple(block for block in refined if block.accumulator.kind == "ekfac")
-        for record, batch in self._batches(tape, loader, passes, "fit ekfac, second pass"):
+        for record, batch in self._batches(tape, loader, passes, "fit ekfac, second pass", several=True):
             self._add(record, batch, targets_of, generator)
         return refined
 
