@@ -61,3 +61,8 @@ def test_coordinates(positions: int, groups: int, columns: int, bias: bool) -> N
         torch.testing.assert_close(basis.covariance(pair, scale, 2**20), covariance)
         variance = covariance.diagonal(dim1=1, dim2=2).T
         torch.testing.assert_close(basis.variance(pair, scale, 2**20), variance)
+        joint = torch.einsum("knqoi,lmqoi,qoi->nkml", expected, expected, scale).flatten(0, 1).flatten(1)
+        torch.testing.assert_close(basis.joint(pair, scale, 2**20), joint)
+        left, right = basis._rotated(pair, 1, 3)
+        torch.testing.assert_close(left, torch.einsum("knqro,qop->knqrp", g[:, 1:3], output))
+        torch.testing.assert_close(right, torch.einsum("nqri,qij->nqrj", whole[1:3], inner))

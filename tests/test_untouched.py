@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lapwing import Laplace
+from lapwing import InputError, Laplace
 from tests import networks
 
 
@@ -209,4 +209,26 @@ def test_signs_and_boolean_buffers_count() -> None:
     model.mask.logical_not_()
     model.linear.weight.data.neg_()
     with pytest.raises(ValueError, match=r"'linear\.weight' of the model changed"):
+        la.predict(x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w.neg_(),
+        lambda w: w.copy_(w.flip(0)),
+        lambda w: w.copy_(w.flip(1)),
+        lambda w: w.copy_(w[:, [2, 1, 0, 3, 4, 5]]),
+        lambda w: w.mul_(1 + 1e-6),
+        lambda w: w[0, 0].add_(1e-6),
+    ],
+)
+def test_a_change_after_the_fit_is_noticed(change: Callable[[Tensor], object]) -> None:
+    """Whatever moves no sum over all weights, too."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 40), torch.randn(5, 6)
+    la = Laplace(model, "classification").fit([(x, torch.arange(5))])
+    la.predict(x)
+    change(model.weight.data)
+    with pytest.raises(InputError, match="'weight' of the model changed since the fit"):
         la.predict(x)

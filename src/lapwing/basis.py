@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -145,9 +145,11 @@ class KroneckerBasis(Basis):
 
     def _rotated(self, pair: Pair, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """`ĝ = g U_G: [K, n, Q, R, O]` and `â = a U_A: [n, Q, R, I]`, the bias included."""
-        g = pair.g[:, start:stop]
-        a = pair.inputs.part(start, stop).to(g.dtype)
-        if pair.inputs.bias and not isinstance(self.input, Tensor):
+        return self._rotate(pair.g[:, start:stop], pair.inputs.part(start, stop), pair.inputs.bias)
+
+    def _rotate(self, g: Tensor, a: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
+        a = a.to(g.dtype)
+        if bias and not isinstance(self.input, Tensor):
             a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], dim=-1)
         if isinstance(self.output, Tensor):
             if g.shape[2:4] == (1, 1):  # one large product, without the permutations of einsum
@@ -161,7 +163,7 @@ class KroneckerBasis(Basis):
         side = self.input
         if isinstance(side, Scaling):
             a = a * side.values.unsqueeze(1)
-        elif side is not None and pair.inputs.bias:
+        elif side is not None and bias:
             a = torch.einsum("nqri,qij->nqrj", a, side[:, :-1]) + side[:, None, -1]
         elif side is not None:
             a = torch.einsum("nqri,qij->nqrj", a, side)
@@ -206,13 +208,7 @@ class KroneckerBasis(Basis):
             return torch.cat([position_pairs.variance(g, a, scale) for g, a in chunks], dim=1)
         if not isinstance(gradients, Pair) or gradients.positions > 1:
             return super().variance(gradients, scale, budget)
-        found = []
-        for single in self._singles(gradients, scale):
-            variance = torch.einsum("knqo,nqo->kn", single.rotated.square(), single.weights)
-            if single.plain is not None:
-                variance = torch.einsum("knqo,nq->kn", single.plain.square(), single.ceiling) - variance
-            found.append(variance)
-        return torch.cat(found, dim=1)
+        return self._of_singles(gradients, scale, _Single.variance).T
 
     def covariance(self, gradients: Gradients, scale: Tensor, budget: int) -> Tensor:
         if isinstance(gradients, TokenPair) and not isinstance(self.output, Tensor):
@@ -222,13 +218,7 @@ class KroneckerBasis(Basis):
             return torch.cat([position_pairs.covariance(g, a, scale) for g, a in chunks])
         if not isinstance(gradients, Pair) or gradients.positions > 1:
             return super().covariance(gradients, scale, budget)
-        found = []
-        for single in self._singles(gradients, scale):
-            covariance = _outer(single.rotated, single.weights)
-            if single.plain is not None:
-                covariance = _outer(single.plain, single.ceiling.unsqueeze(-1)) - covariance
-            found.append(covariance)
-        return torch.cat(found)
+        return self._of_singles(gradients, scale, _Single.covariance)
 
     def _chunks(self, pair: Pair, budget: int) -> list[tuple[int, int]]:
         """Ranges of examples whose products between positions fit into the budget."""
@@ -236,46 +226,58 @@ class KroneckerBasis(Basis):
         size = groups * pair.positions**2 * (outputs + inputs)
         return list(parts(pair, max(1, size // pair.columns), min(budget, _GATHERED)))
 
-    def _singles(self, pair: Pair, scale: Tensor) -> Iterator[_Single]:
-        """Layers with one position per example: `g_kᵀ U_G diag(w_n) U_Gᵀ g_l` with `w_no = Σ_i â_ni² D_oi`.
+    def _of_singles(self, pair: Pair, scale: Tensor, contract: Callable[[_Single], Tensor]) -> Tensor:
+        """Variances `[n, K]` or covariances `[n, K, K]` of a layer with one position per example."""
+        skipped = self._without_curvature(scale, 0), self._without_curvature(scale, 1)
+        found = []
+        # Chunks that stay in the cache: what follows is elementwise on large arrays.
+        for start, stop in parts(pair, self.shape[0] * self.shape[1], 2**23):
+            g, a = pair.g[:, start:stop], pair.inputs.part(start, stop)
+            single = self._single(g, a, pair.inputs.bias, scale, skipped)
+            values = contract(single)
+            lost = single.lost(values)
+            if len(lost):
+                whole = self._single(g[:, lost], a[lost], pair.inputs.bias, scale, (0, 0))
+                values = values.index_copy(0, lost, contract(whole))
+            found.append(values)
+        return torch.cat(found)
+
+    def _single(self, g: Tensor, a: Tensor, bias: bool, scale: Tensor, skipped: tuple[int, int]) -> _Single:
+        """`g_kᵀ U_G diag(w_n) U_Gᵀ g_l` with `w_no = Σ_i â_ni² D_oi`, of `g: [K, n, Q, 1, O]` and `a: [n, Q, 1, I]`.
 
         Where the curvature of an output direction vanishes, D is constant and so is w, at its ceiling
         `w₀ = ‖â‖² max D`. There is no need to rotate into such directions: with `Σ_o ĝ_k ĝ_l = g_k·g_l` the rest
         is `w₀ g_k·g_l − Σ_top ĝ_k ĝ_l (w₀ − w)`. Of an input direction without curvature only `Σ â²` is needed, which
-        is what the others leave of `‖a‖²`.
+        is what the others leave of `‖a‖²`. The first so many directions of both sides are `skipped`.
         """
-        highest = scale.amax()
-        skip, inner = (self._without_curvature(scale, side) for side in (0, 1))
+        highest, (skip, inner) = scale.amax(), skipped
         top = replace(
             self,
             output=self.output[..., skip:] if isinstance(self.output, Tensor) else self.output,
             input=self.input[..., inner:] if isinstance(self.input, Tensor) else self.input,
         )
-        # Chunks that stay in the cache: what follows is elementwise on large arrays.
-        for start, stop in parts(pair, self.shape[0] * self.shape[1], 2**23):
-            g, a = top._rotated(pair, start, stop)
-            squares = a.squeeze(2).square()
-            size, weights = squares.sum(2), torch.einsum("nqi,qoi->nqo", squares, scale[:, skip:, inner:])
-            if inner:
-                whole = pair.inputs.part(start, stop).squeeze(2).to(g.dtype).square().sum(2) + pair.inputs.bias
-                weights = weights + (highest * (whole - size).clamp(min=0)).unsqueeze(2)
-                size = whole
-            if not skip:
-                yield _Single(g.squeeze(3), weights)
-                continue
-            gap = ((highest * size).unsqueeze(2) - weights).clamp(min=0)
-            yield _Single(g.squeeze(3), gap, pair.g[:, start:stop].squeeze(3), highest * size)
+        rotated, inside = top._rotate(g, a, bias)
+        rotated, squares = rotated.squeeze(3), inside.squeeze(2).square()
+        size, weights = squares.sum(2), torch.einsum("nqi,qoi->nqo", squares, scale[:, skip:, inner:])
+        if inner:
+            whole = a.squeeze(2).to(g.dtype).square().sum(2) + bias
+            weights = weights + (highest * (whole - size).clamp(min=0)).unsqueeze(2)
+            size = whole
+        if not skip and not inner:
+            return _Single(rotated, weights)
+        ceiling, plain = highest * size, g.squeeze(3)
+        floor = torch.einsum("knqo,nq->nk", plain.square(), ceiling) * (torch.finfo(scale.dtype).eps / _LOST)
+        if not skip:
+            return _Single(rotated, weights, floor=floor)
+        return _Single(rotated, (ceiling.unsqueeze(2) - weights).clamp(min=0), plain, ceiling, floor)
 
     def _without_curvature(self, scale: Tensor, side: int) -> int:
         """How many directions of the outputs (0) or inputs (1), from the first, may be left out of a rotation: those in
-        which `scale` is at its height. None where few are, or where what remains would be lost in rounding.
+        which `scale` is at its height; none where few are.
         """
-        matrix, highest = (self.output, self.input)[side], scale.amax()
-        rounding = torch.finfo(scale.dtype).eps
-        lossless = bool(rounding * highest <= _LOST * scale.amin())
-        if not (isinstance(matrix, Tensor) and self.orthonormal[side] and lossless):
+        if not (isinstance((self.output, self.input)[side], Tensor) and self.orthonormal[side]):
             return 0
-        flat = scale.amin((0, 2 - side)) >= (1 - 32 * rounding) * highest
+        flat = scale.amin((0, 2 - side)) >= (1 - 32 * torch.finfo(scale.dtype).eps) * scale.amax()
         count = int(flat.to(torch.int8).cumprod(0).sum())  # eigenvalues ascend
         return count if 4 * count >= len(flat) else 0
 
@@ -308,7 +310,7 @@ class KroneckerBasis(Basis):
         return total
 
 
-_LOST = 1e-4  # of a variance, at most, by a difference of larger numbers
+_LOST = 1e-4  # of a variance, about, by a difference of larger numbers
 _IMAGE = 32  # positions from which a product for every image is as quick as one large product
 _CACHE = 2**22  # bytes that stay close to the processor
 _GATHERED = 2**26  # bytes of products between positions, of which each is used once
@@ -323,12 +325,34 @@ def _by_pairs(pair: Pair) -> bool:
 class _Single:
     """A few examples of a layer with one position each: `ĝ: [K, n, Q, O']`, weights `[n, Q, O']`, and where
     directions were left out the gradients themselves `[K, n, Q, O]` and the ceiling `[n, Q]` of the weights.
+
+    Variances below `floor: [n, K]` are differences of much larger numbers.
     """
 
     rotated: Tensor
     weights: Tensor
     plain: Tensor | None = None
     ceiling: Tensor = field(default_factory=lambda: torch.zeros(()))
+    floor: Tensor | None = None
+
+    def variance(self) -> Tensor:
+        """`[n, K]`."""
+        variance = torch.einsum("knqo,nqo->nk", self.rotated.square(), self.weights)
+        if self.plain is None:
+            return variance
+        return torch.einsum("knqo,nq->nk", self.plain.square(), self.ceiling) - variance
+
+    def covariance(self) -> Tensor:
+        """`[n, K, K]`."""
+        covariance = _outer(self.rotated, self.weights)
+        return covariance if self.plain is None else _outer(self.plain, self.ceiling.unsqueeze(-1)) - covariance
+
+    def lost(self, values: Tensor) -> Tensor:
+        """The examples whose variances, or variances among covariances, lost too many digits: `[m]`."""
+        if self.floor is None:
+            return torch.empty(0, dtype=torch.long, device=values.device)
+        variances = values if values.dim() == 2 else values.diagonal(dim1=1, dim2=2)
+        return (variances < self.floor).any(1).nonzero().squeeze(1)
 
 
 def _outer(g: Tensor, weights: Tensor) -> Tensor:
@@ -376,10 +400,8 @@ def _apply(x: Tensor, side: Side, contract: str, scale: str) -> Tensor:
     return torch.einsum(contract, x, side)
 
 
-def side_marginal(side: Side, values: Tensor) -> Tensor:
+def side_marginal(side: Tensor | None, values: Tensor) -> Tensor:
     """The diagonals of `U diag(values) Uᵀ` for the groups of one side: `[Q, d]`, in the dtype of the values."""
-    if isinstance(side, Scaling):
-        return values * side.values.to(values.dtype).square()
     return values if side is None else (side.to(values.dtype).square() @ values.unsqueeze(2)).squeeze(2)
 
 

@@ -76,7 +76,7 @@ class Delivery:
         finally:
             self.record.mailbox.listener = None
         for name, indices in waiting.items():
-            self._hand_on(name, [_stack(kept.pop(i), self.record.examples) for i in indices])
+            self._hand_on(name, [self._stacked(i, kept.pop(i)) for i in indices])
 
     def _is_small(self, name: str) -> bool:
         size = self.record.outputs.element_size()
@@ -90,7 +90,7 @@ class Delivery:
         found[index].append(gradient if self.record.create_graph else gradient.detach())
         if {len(values) for values in found.values()} == {self.columns if self.together else 1}:
             del self.arrived[name]
-            self._hand_on(name, [_stack(values, self.record.examples) for values in found.values()])
+            self._hand_on(name, [self._stacked(i, values) for i, values in found.items()])
 
     def _hand_on(self, name: str, gradients: Sequence[Tensor | None]) -> None:
         delivered = [gradient for gradient in gradients if gradient is not None]
@@ -102,12 +102,11 @@ class Delivery:
             self.consume(layer, gradients_of(self.record, layer, self.uses[name], delivered, column))
         self.handed[name] += delivered[0].shape[0]
 
-
-def _stack(gradients: list[Tensor], examples: int) -> Tensor:
-    """`[K, *output]`; of images the columns of an example side by side in memory."""
-    first = gradients[0]
-    if len(gradients) == 1:
-        return first.unsqueeze(0)
-    if first.dim() > 3 and first.shape[0] == examples:
-        return torch.stack(gradients, dim=1).transpose(0, 1)
-    return torch.stack(gradients)
+    def _stacked(self, index: int, gradients: list[Tensor]) -> Tensor:
+        """`[K, *output]`; of images the columns of an example side by side in memory."""
+        first = gradients[0]
+        if len(gradients) == 1:
+            return first.unsqueeze(0)
+        if self.record.uses[index].rule.of_images and first.shape[0] == self.record.examples:
+            return torch.stack(gradients, dim=1).transpose(0, 1)
+        return torch.stack(gradients)

@@ -12,6 +12,7 @@ from lapwing.spectrum import Spectrum
 from lapwing.tape import Tape
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+_EVERY = 61
 
 
 class Fitted:
@@ -49,10 +50,14 @@ class Looks:
 
 
 def _looks(model: nn.Module) -> dict[str, Tensor]:
-    """Two sums over the bits of each parameter and buffer, of all of it and of its first half: quick, and exact."""
+    """Sums over the bits of each parameter and buffer, of every 61st element each, and of those left: quick, and exact.
+
+    A prime number, so that neither a change nor a new order of rows or columns is lost in them.
+    """
     found = {}
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         numbers = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
         bits = numbers.reshape(-1).view(_BITS[numbers.element_size()])
-        found[name] = torch.stack([bits.sum(), bits[: len(bits) // 2].sum()])
+        whole = len(bits) // _EVERY * _EVERY
+        found[name] = torch.cat([bits[:whole].view(-1, _EVERY).sum(0), bits[whole:].sum()[None]])
     return found

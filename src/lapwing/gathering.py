@@ -1,4 +1,4 @@
-"""Small batches go through the network together: a pass over many examples takes hardly longer than one over few.
+"""Passes over a loader, its small batches together: many examples at once take hardly longer than few.
 
 What is summed over the data does not depend on how it is divided, so the tape's batches need not be the loader's.
 """
@@ -6,22 +6,20 @@ What is summed over the data does not depend on how it is divided, so the tape's
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from lapwing.batches import Inputs
-from lapwing.jvp import REFUSALS
-from lapwing.tape import Record, Tape, agree
+from lapwing.batches import Inputs, check_targets
+from lapwing.tape import MixedExamplesError, Record, Tape, agree
 
 logger = logging.getLogger("lapwing")
 _EXAMPLES = 512  # more of them make an example no cheaper
-_SHARE = 64  # parts of the budget, one of which is for the activations of a gathered batch
-_FEW = 4
+_SHARE = 32  # parts of the budget, one of which is for what a gathered batch computes on its way
 
 
 @dataclass(frozen=True)
@@ -42,93 +40,134 @@ class Batch:
     def sizes(self) -> list[int]:
         return [size for _, size in self.parts]
 
-    def apart(self, outputs: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """The loader's batches again: name, outputs and targets."""
+    def split(self, values: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """The loader's batches again, of values `[N, ...]`: name, values and targets."""
         if len(self.parts) == 1:
-            yield self.where, outputs, self.targets
+            yield self.where, values, self.targets
             return
-        split = zip(outputs.split(self.sizes), self.targets.split(self.sizes), strict=True)
-        for (name, _), (own, targets) in zip(self.parts, split, strict=True):
+        pieces = zip(values.split(self.sizes), self.targets.split(self.sizes), strict=True)
+        for (name, _), (own, targets) in zip(self.parts, pieces, strict=True):
             yield name, own, targets
 
 
+@dataclass
 class Gathering:
-    """The batches of a loader for one network, the small ones together once a first pass has shown how large it is."""
+    """Records of one network over a loader. Batches of one form go together once a first one has shown how many may,
+    as far as the outputs of the first to do so are the same as alone.
 
-    def __init__(self, tape: Tape) -> None:
-        self._tape, self._room, self._agreed = tape, 0, False
+    `columns`: as many gradients as there are outputs come together. `ranked`: the columns of all are sorted at once.
+    """
 
-    def see(self, record: Record, columns: int) -> None:
-        """Learn from a pass how many examples may go together, if so many columns of each do. One, where values or the
-        order of a whole batch may decide which way it takes, or where sums over a longer batch lose digits.
+    tape: Tape
+    create_graph: bool = False
+    columns: bool = False
+    ranked: bool = False
+    enabled: bool = True
+    _room: dict[Hashable, int] = field(default_factory=dict, init=False)
+    _checked: set[Hashable] = field(default_factory=set, init=False)
+
+    def records(self, read: Iterable[tuple[str, Inputs, Tensor]]) -> Iterator[tuple[Record, Batch]]:
+        """The batches of the loader, neighbors of one form together as far as there is room.
+
+        Some of them are read ahead, and kept as copies, as a loader may write the next one into the same memory.
         """
-        if self._room:
-            return
-        size = (
-            sum(use.output.numel() for use in record.uses) * record.outputs.element_size() / record.examples * columns
-        )
-        bound = record.decides or record.graph.reorders or record.graph.divided or record.outputs.dtype != record.dtype
-        self._room = 1 if bound else max(1, min(_EXAMPLES, int(self._tape.budget / _SHARE / max(1.0, size))))
-
-    def batches(self, read: Iterable[tuple[str, Inputs, Tensor]]) -> Iterator[Batch]:
-        """Batches of the loader, neighbors of one form together as far as there is room."""
         waiting: list[Batch] = []
-        examples = 0
+        form: Hashable = None
         for where, inputs, targets in read:
-            size = len(targets) if targets.dim() else 1
-            batch = Batch(inputs, targets, ((where, size),))
-            if waiting and (examples + size > self._room or not _alike(waiting[0], batch)):
-                yield from self._together(waiting)
-                waiting, examples = [], 0
+            batch = Batch(inputs, targets, ((where, len(targets) if targets.dim() else 1),))
+            size, before, form = batch.sizes[0], form, _form(batch)
+            room = self._room.get(form, 0) if form is not None and self.enabled else 0
+            count = sum(one.sizes[0] for one in waiting)
+            if waiting and (form != before or count + size > room):
+                yield from self._recorded(waiting, before)
+                waiting, count = [], 0
             waiting.append(batch)
-            examples += size
-            if examples + size > self._room:  # another such batch does not fit
-                yield from self._together(waiting)
-                waiting, examples = [], 0
-        yield from self._together(waiting)
+            if count + 2 * size > room:  # another such batch does not fit
+                yield from self._recorded(waiting, form)
+                waiting = []
+            else:
+                waiting[-1] = replace(batch, inputs=inputs.copy(), targets=targets.clone())
+        yield from self._recorded(waiting, form)
 
-    def _together(self, batches: list[Batch]) -> Iterable[Batch]:
-        if len(batches) < 2:
-            return batches
-        if not self._agreed and not self._independent(batches[-1], batches[0]):
-            self._room = 1
-            return batches
-        self._agreed = True
-        leaves = zip(*(batch.inputs.split(len(batch.targets)).examples() for batch in batches), strict=True)
-        inputs = batches[0].inputs.split(len(batches[0].targets)).join([torch.cat(parts) for parts in leaves])
-        parts = tuple(part for batch in batches for part in batch.parts)
-        return [Batch(inputs, torch.cat([batch.targets for batch in batches]), parts)]
+    def _recorded(self, batches: list[Batch], form: Hashable) -> Iterator[tuple[Record, Batch]]:
+        batch = _joined(batches) if len(batches) > 1 else None
+        if batch is not None and form not in self._checked:
+            record = self._tried(batch, batches[-1])
+            if record is None:
+                self._room[form] = 0
+                batch = None
+            else:
+                self._checked.add(form)
+                yield record, batch
+                return
+        for one in batches if batch is None else [batch]:
+            for record, own in self._one(one):
+                if form is not None and form not in self._room:
+                    self._room[form] = self._examples(record)
+                yield record, own
 
-    def _independent(self, one: Batch, other: Batch) -> bool:
-        """Whether examples of one batch come out between those of another as they do in their own."""
-        split, around = (batch.inputs.split(len(batch.targets)) for batch in (one, other))
-        company = zip(split.examples(), around.examples(), strict=True)
-        mixed = [torch.cat([theirs[:_FEW], own[:_FEW], theirs[:_FEW]]) for own, theirs in company]
+    def _tried(self, batch: Batch, part: Batch) -> Record | None:
+        """A pass over a gathered batch; None if the last part of it comes out differently than alone."""
         try:
             with torch.no_grad():
-                alone, beside = (self._tape.forward({}, inputs) for inputs in (one.inputs, split.join(mixed)))
-        except REFUSALS as failure:
-            logger.info("The model fails on batches of another size (%s); they stay as they are", failure)
-            return False
-        first, count = min(_FEW, len(other.targets)), min(_FEW, len(one.targets))
-        same = len(beside) == len(mixed[0]) and agree(beside[first : first + count], alone[:count], alone)
-        if not same:
-            logger.info("Examples have other outputs in another batch; batches stay as they are")
-        return same
+                alone = self.tape.forward({}, part.inputs.copy())
+            record = self.tape.record(batch.inputs, self.create_graph)
+        except Exception as failure:  # whatever it is, batches as they are may do without
+            logger.info("The network does not take %s together (%s); batches stay as they are", batch.where, failure)
+            return None
+        if len(record.outputs) == len(batch.targets) and agree(record.outputs[-len(alone) :], alone, record.outputs):
+            return record
+        logger.info("Examples have other outputs in another batch; batches stay as they are")
+        return None
+
+    def _one(self, batch: Batch) -> Iterator[tuple[Record, Batch]]:
+        """The batch as one record, or one record per example where it mixes them."""
+        try:
+            record = self.tape.record(batch.inputs, self.create_graph)
+        except MixedExamplesError as mixed:
+            check_targets(batch.where, mixed.outputs, batch.targets)
+            records = self.tape.singles(batch.inputs, mixed.outputs, self.create_graph)
+            for record, targets in zip(records, batch.targets.split(1), strict=True):
+                yield record, Batch(record.inputs, targets, ((batch.where, 1),))
+        else:
+            check_targets(batch.where, record.outputs, batch.targets)
+            yield record, batch
+
+    def _examples(self, record: Record) -> int:
+        """How many examples like these may go together. None, where values or the order of a whole batch may decide
+        which way it takes, or where sums over a longer batch lose digits.
+        """
+        if record.decides or record.graph.reorders or record.graph.divided or record.outputs.dtype != record.dtype:
+            return 0
+        outputs = record.outputs[0].numel()
+        numbers = record.computed + sum(tensor.numel() for tensor in record.inputs.tensors())
+        each = numbers / record.examples * (outputs if self.columns else 1) * record.outputs.element_size()
+        if self.ranked:  # a matrix in float64, and what becomes of it
+            each = max(each, 32 * outputs**2)
+        return min(_EXAMPLES, int(self.tape.budget / _SHARE / each))
 
 
-def _alike(one: Batch, other: Batch) -> bool:
-    form = _form(one)
-    return form is not None and form == _form(other)
+def _joined(batches: list[Batch]) -> Batch:
+    split = [batch.inputs.split(len(batch.targets)) for batch in batches]
+    leaves = zip(*(inputs.examples() for inputs in split), strict=True)
+    targets = torch.cat([batch.targets for batch in batches])
+    parts = tuple(part for batch in batches for part in batch.parts)
+    return Batch(split[0].join([torch.cat(leaf) for leaf in leaves]), targets, parts)
 
 
-def _form(batch: Batch) -> Any:
-    """What two batches must have in common to be one; None where an input is not divided into examples."""
+def _form(batch: Batch) -> Hashable:
+    """What batches must have in common to be one; None where an input is not divided into examples."""
     count = len(batch.targets) if batch.targets.dim() else 0
     if not count or not batch.inputs.all_batched(count):
         return None
     leaves, spec = tree_flatten((batch.inputs.args, batch.inputs.kwargs))
-    if not all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in leaves):
+    if not all(_joins(leaf) for leaf in leaves):
         return None
-    forms = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return spec, forms, batch.targets.shape[1:], batch.targets.dtype
+    forms = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves]
+    return repr(spec), tuple(forms), batch.targets.shape[1:], batch.targets.dtype
+
+
+def _joins(leaf: Any) -> bool:
+    """Whether a leaf is a tensor without peculiarities, or an option."""
+    plain = type(leaf) is Tensor and leaf.layout == torch.strided
+    return plain or isinstance(leaf, bool | int | float | str | None)

@@ -67,6 +67,15 @@ def _recomputed() -> bool:
     return _saving_hooks is None or _saving_hooks(True) is not None
 
 
+def _is_index(argument: Any) -> bool:
+    """Whether a tensor stands where a number does that says how many or which: a whole number, alone or in a slice."""
+    if isinstance(argument, tuple | list):
+        return any(map(_is_index, argument))
+    if isinstance(argument, slice):
+        return any(isinstance(edge, Tensor) for edge in (argument.start, argument.stop, argument.step))
+    return isinstance(argument, Tensor) and argument.dim() == 0 and not argument.is_floating_point()
+
+
 _TRANSPARENT: dict[Callable[..., Any], Callable[..., Any]] = {
     functional.multi_head_attention_forward: _see_through(functional.multi_head_attention_forward)
 }
@@ -80,14 +89,16 @@ _ADDING = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, 
 
 
 class Recorder(TorchFunctionMode):
-    """Records into `uses`, in the order of the forward pass. `decides`: it read values of tensors, of which it may
-    have decided which way to go.
+    """Records into `uses`, in the order of the forward pass.
+
+    `decides`: it read values of tensors, of which it may have decided which way to go, or how large a tensor is.
+    `computed`: how many numbers it computed on its way.
     """
 
     def __init__(self, names: Mapping[int, str], mailbox: Mailbox) -> None:
         super().__init__()
         self._view, self.mailbox, self.uses = owner_of(names), mailbox, list[Use]()
-        self.decides = False
+        self.decides, self.computed = False, 0
         self._nodes: dict[object, int] = {}
 
     def owner(self, value: object) -> View | None:
@@ -100,7 +111,7 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.decides |= func in _READING_VALUES
+        self.decides |= func in _READING_VALUES or any(map(_is_index, args)) or any(map(_is_index, kwargs.values()))
         if func in _TRANSPARENT:
             with self:
                 return _TRANSPARENT[func](*args, **kwargs)
@@ -108,6 +119,7 @@ class Recorder(TorchFunctionMode):
             args = self._broadcast(args)
         rule = RULES.get(func)
         output = func(*args, **kwargs) if rule is None or _recomputed() else rule.run(func, args, kwargs)
+        self.computed += output.numel() if isinstance(output, Tensor) else 0
         if rule is None or not isinstance(output, Tensor) or not output.requires_grad:
             return output
         call = rule.read(func, args, kwargs, output, self.owner)

@@ -89,7 +89,10 @@ class Tape:
                 "The model's output does not depend on any Bayesian parameter through autograd. Remove "
                 "torch.no_grad(), .detach() or torch.jit.script from its forward pass, or choose other weights."
             )
-        return Record(self, inputs, outputs, parameters, tuple(recorder.uses), mailbox, create_graph, recorder.decides)
+        return Record(
+            self, inputs, outputs, parameters, tuple(recorder.uses), mailbox, create_graph, recorder.decides,
+            recorder.computed,
+        )  # fmt: skip
 
     def singles(self, inputs: Inputs, outputs: Tensor, create_graph: bool = False) -> Iterator[Record]:
         """One record per example, for batches that mix them: alone, everything belongs to the one example."""
@@ -183,6 +186,8 @@ class Record:
     create_graph: bool
     decides: bool = False
     """Whether values of tensors may have decided which way the pass went."""
+    computed: int = 0
+    """How many numbers the pass computed on its way."""
     axes: tuple[ExampleAxis | None, ...] = ()
     counts: tuple[bool, ...] = ()
     lost: frozenset[str] = frozenset()

@@ -8,7 +8,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from lapwing.basis import Basis, DenseBasis, KroneckerBasis, side_marginal
+from lapwing.basis import Basis, DenseBasis, KroneckerBasis, Scaling, side_marginal
 from lapwing.errors import InputError
 from lapwing.gradients import Gradients
 from lapwing.gradients import Inputs as LayerInputs
@@ -27,14 +27,15 @@ class Decomposition:
     sides: tuple[Tensor, Tensor] | None = None
 
     def diagonal(self) -> Tensor:
-        """The diagonal of H: `[p]`, float64."""
+        """The diagonal of H, decomposed under `M = I`: `[p]`, float64."""
         if not isinstance(self.basis, KroneckerBasis) or self.sides is None:
             return self.basis.to(torch.float64).marginal(self.eigenvalues)
         # The eigenvalues are products of the factors', so that each side can be summed over by itself.
         outputs, inputs = self.eigenvalues.sum(2), self.eigenvalues.sum(1)
         inputs = inputs / inputs.sum(1, keepdim=True).clamp(min=torch.finfo(inputs.dtype).tiny)
-        sides = zip((outputs, inputs), (self.basis.output, self.basis.input), strict=True)
-        left, right = (side_marginal(side, values) for values, side in sides)
+        assert not isinstance(self.basis.output, Scaling)
+        assert not isinstance(self.basis.input, Scaling)
+        left, right = side_marginal(self.basis.output, outputs), side_marginal(self.basis.input, inputs)
         return (left.unsqueeze(2) * right.unsqueeze(1)).flatten()
 
     def tensors(self) -> dict[str, Tensor] | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lapwing.batches import Unpack, check_targets, read
+from lapwing.batches import Unpack, read
 from lapwing.columns import Columns, given, side_by_side
 from lapwing.curvature import lowrank
 from lapwing.curvature.accumulator import sum_dtype
@@ -30,7 +30,7 @@ from lapwing.gradients import Gradients, weighed
 from lapwing.head import head_inputs
 from lapwing.likelihoods import Likelihood, Statistics
 from lapwing.slope import Slope
-from lapwing.tape import MixedExamplesError, Record, Tape
+from lapwing.tape import Record, Tape
 
 
 @dataclass(frozen=True)
@@ -97,16 +97,14 @@ class Fit:
         self, tape: Tape, loader: Iterable[Any], passes: int, title: str, several: bool
     ) -> Iterator[tuple[Record, Batch]]:
         """Passes over the data; `several` columns of an example may come together, which takes memory."""
-        device, gathering = next(iter(tape.parameters.values())).device, Gathering(tape)
+        device = next(iter(tape.parameters.values())).device
+        # KFRA averages over a batch before it goes on, so that it must be the loader's.
+        gathering = Gathering(tape, self.kind == "hessian", several, self.rank_tolerance > 0, self.kind != "kfra")
         for _ in range(passes):
-            batches = read(loader, device, self.unpack, title, self.progress)
-            for batch in gathering.batches(batches):
-                for record, own in _recorded(tape, batch, create_graph=self.kind == "hessian"):
-                    for where, outputs, targets in own.apart(record.outputs.detach()):
-                        self.likelihood.check(outputs, targets, where)
-                    if self.kind != "kfra":  # which averages over a batch before it goes on
-                        gathering.see(record, record.outputs[0].numel() if several else 1)
-                    yield record, own
+            for record, batch in gathering.records(read(loader, device, self.unpack, title, self.progress)):
+                for where, outputs, targets in batch.split(record.outputs.detach()):
+                    self.likelihood.check(outputs, targets, where)
+                yield record, batch
 
     def _add(
         self,
@@ -159,7 +157,7 @@ class Fit:
         return side_by_side(
             [
                 columns(self.kind, self.likelihood, outputs, targets, self.samples, generator)
-                for _, outputs, targets in batch.apart(record.outputs)
+                for _, outputs, targets in batch.split(record.outputs)
             ]
         )
 
@@ -288,20 +286,6 @@ def _by_parameter(tape: Tape, slopes: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _update(block: Block, gradients: Gradients) -> None:
     block.accumulator.update(gradients)
-
-
-def _recorded(tape: Tape, batch: Batch, create_graph: bool) -> Iterator[tuple[Record, Batch]]:
-    """The batch as one record, or one record per example where it mixes them."""
-    try:
-        record = tape.record(batch.inputs, create_graph)
-    except MixedExamplesError as mixed:
-        check_targets(batch.where, mixed.outputs, batch.targets)
-        records = tape.singles(batch.inputs, mixed.outputs, create_graph)
-        for record, targets in zip(records, batch.targets.split(1), strict=True):
-            yield record, Batch(record.inputs, targets, ((batch.where, 1),))
-    else:
-        check_targets(batch.where, record.outputs, batch.targets)
-        yield record, batch
 
 
 def _eigen(factors: KroneckerAccumulator | TiedAccumulator, budget: int) -> DiagonalAccumulator:

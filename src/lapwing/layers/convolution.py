@@ -17,6 +17,7 @@ from lapwing.views import Owner
 
 class Convolution(PairRule):
     name = "convolution"
+    of_images = True
     functions: ClassVar[tuple[Callable[..., Any], ...]] = (functional.conv1d, functional.conv2d, functional.conv3d)
 
     def read(

@@ -109,6 +109,8 @@ class Rule(ABC):
 
     name: ClassVar[str]
     functions: ClassVar[tuple[Callable[..., Any], ...]]
+    of_images: ClassVar[bool] = False
+    """Whether outputs have their channels before their positions."""
 
     @abstractmethod
     def read(

@@ -18,6 +18,7 @@ from lapwing.views import Owner
 
 class TransposedConvolution(PairRule):
     name = "transposed convolution"
+    of_images = True
     functions: ClassVar[tuple[Callable[..., Any], ...]] = (
         functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d,
     )  # fmt: skip

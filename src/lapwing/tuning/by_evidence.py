@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lapwing import lbfgs
 from lapwing.errors import InputError, TuningWarning, warn
+from lapwing.evidence import log_evidence
 from lapwing.priors import GaussianPrior
 from lapwing.tuning.groups import Group
 from lapwing.tuning.result import Tuning
@@ -142,13 +143,13 @@ class Space:
     def evidence(self, point: Tensor) -> tuple[float, Tensor, Tensor]:
         """Its value, its gradient, 0 for what is held or as far as it may go, and the distances there."""
         moving = point.clone().requires_grad_()
-        there = self.at(moving)
-        value = there.log_evidence()
+        posterior = self.at(moving).posterior
+        value = log_evidence(posterior)
         (gradient,) = torch.autograd.grad(value, moving)
         low, high = self._bounds()
         gradient = torch.where(self.free & (low < point) & (point < high), gradient, 0.0)
         with torch.no_grad():
-            return value.item(), gradient, self._distances(there.posterior)
+            return value.item(), gradient, self._distances(posterior)
 
     def sizes(self, distances: Tensor) -> Tensor:
         """What the gradient is measured against: the distances, or the size of a group at the prior mean."""
