@@ -208,7 +208,7 @@ class KroneckerBasis(Basis):
             return torch.cat([position_pairs.variance(g, a, scale) for g, a in chunks], dim=1)
         if not isinstance(gradients, Pair) or gradients.positions > 1:
             return super().variance(gradients, scale, budget)
-        return self._of_singles(gradients, scale, _Single.variance).T
+        return self._of_singles(gradients, scale, _squares).T
 
     def covariance(self, gradients: Gradients, scale: Tensor, budget: int) -> Tensor:
         if isinstance(gradients, TokenPair) and not isinstance(self.output, Tensor):
@@ -218,7 +218,7 @@ class KroneckerBasis(Basis):
             return torch.cat([position_pairs.covariance(g, a, scale) for g, a in chunks])
         if not isinstance(gradients, Pair) or gradients.positions > 1:
             return super().covariance(gradients, scale, budget)
-        return self._of_singles(gradients, scale, _Single.covariance)
+        return self._of_singles(gradients, scale, _outer)
 
     def _chunks(self, pair: Pair, budget: int) -> list[tuple[int, int]]:
         """Ranges of examples whose products between positions fit into the budget."""
@@ -226,19 +226,27 @@ class KroneckerBasis(Basis):
         size = groups * pair.positions**2 * (outputs + inputs)
         return list(parts(pair, max(1, size // pair.columns), min(budget, _GATHERED)))
 
-    def _of_singles(self, pair: Pair, scale: Tensor, contract: Callable[[_Single], Tensor]) -> Tensor:
-        """Variances `[n, K]` or covariances `[n, K, K]` of a layer with one position per example."""
+    def _of_singles(self, pair: Pair, scale: Tensor, contract: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Variances `[n, K]` or covariances `[n, K, K]` of a layer with one position per example.
+
+        Examples for which they are differences of much larger numbers are rotated anew, into all directions.
+        """
         skipped = self._without_curvature(scale, 0), self._without_curvature(scale, 1)
         found = []
         # Chunks that stay in the cache: what follows is elementwise on large arrays.
         for start, stop in parts(pair, self.shape[0] * self.shape[1], 2**23):
             g, a = pair.g[:, start:stop], pair.inputs.part(start, stop)
             single = self._single(g, a, pair.inputs.bias, scale, skipped)
-            values = contract(single)
-            lost = single.lost(values)
-            if len(lost):
-                whole = self._single(g[:, lost], a[lost], pair.inputs.bias, scale, (0, 0))
-                values = values.index_copy(0, lost, contract(whole))
+            values = contract(single.rotated, single.weights)
+            lost = single.lost
+            if single.plain is not None:
+                whole = contract(single.plain, single.ceiling.unsqueeze(-1))
+                values = whole - values
+                lost = lost | (_variances(values) < _few_digits(scale) * _variances(whole)).any(1)
+            if bool(lost.any()):
+                index = lost.nonzero().squeeze(1)
+                again = self._single(g[:, index], a[index], pair.inputs.bias, scale, (0, 0))
+                values = values.index_copy(0, index, contract(again.rotated, again.weights))
             found.append(values)
         return torch.cat(found)
 
@@ -263,13 +271,11 @@ class KroneckerBasis(Basis):
             whole = a.squeeze(2).to(g.dtype).square().sum(2) + bias
             weights = weights + (highest * (whole - size).clamp(min=0)).unsqueeze(2)
             size = whole
-        if not skip and not inner:
-            return _Single(rotated, weights)
-        ceiling, plain = highest * size, g.squeeze(3)
-        floor = torch.einsum("knqo,nq->nk", plain.square(), ceiling) * (torch.finfo(scale.dtype).eps / _LOST)
+        ceiling = highest * size
+        lost = (weights < _few_digits(scale) * ceiling.unsqueeze(2)).flatten(1).any(1) & bool(inner)
         if not skip:
-            return _Single(rotated, weights, floor=floor)
-        return _Single(rotated, (ceiling.unsqueeze(2) - weights).clamp(min=0), plain, ceiling, floor)
+            return _Single(rotated, weights, lost)
+        return _Single(rotated, (ceiling.unsqueeze(2) - weights).clamp(min=0), lost, g.squeeze(3), ceiling)
 
     def _without_curvature(self, scale: Tensor, side: int) -> int:
         """How many directions of the outputs (0) or inputs (1), from the first, may be left out of a rotation: those in
@@ -323,42 +329,37 @@ def _by_pairs(pair: Pair) -> bool:
 
 @dataclass(frozen=True)
 class _Single:
-    """A few examples of a layer with one position each: `ĝ: [K, n, Q, O']`, weights `[n, Q, O']`, and where
-    directions were left out the gradients themselves `[K, n, Q, O]` and the ceiling `[n, Q]` of the weights.
-
-    Variances below `floor: [n, K]` are differences of much larger numbers.
+    """A few examples of a layer with one position each: `ĝ: [K, n, Q, O']`, weights `[n, Q, O']`, which examples
+    lost digits in them, `[n]`, and where output directions were left out the gradients themselves `[K, n, Q, O]` and
+    the ceiling `[n, Q]` of the weights.
     """
 
     rotated: Tensor
     weights: Tensor
+    lost: Tensor
     plain: Tensor | None = None
     ceiling: Tensor = field(default_factory=lambda: torch.zeros(()))
-    floor: Tensor | None = None
 
-    def variance(self) -> Tensor:
-        """`[n, K]`."""
-        variance = torch.einsum("knqo,nqo->nk", self.rotated.square(), self.weights)
-        if self.plain is None:
-            return variance
-        return torch.einsum("knqo,nq->nk", self.plain.square(), self.ceiling) - variance
 
-    def covariance(self) -> Tensor:
-        """`[n, K, K]`."""
-        covariance = _outer(self.rotated, self.weights)
-        return covariance if self.plain is None else _outer(self.plain, self.ceiling.unsqueeze(-1)) - covariance
+def _few_digits(like: Tensor) -> float:
+    """A difference this many times as small as what it is a difference of may be off by `_LOST` of itself."""
+    return torch.finfo(like.dtype).eps / _LOST
 
-    def lost(self, values: Tensor) -> Tensor:
-        """The examples whose variances, or variances among covariances, lost too many digits: `[m]`."""
-        if self.floor is None:
-            return torch.empty(0, dtype=torch.long, device=values.device)
-        variances = values if values.dim() == 2 else values.diagonal(dim1=1, dim2=2)
-        return (variances < self.floor).any(1).nonzero().squeeze(1)
+
+def _squares(g: Tensor, weights: Tensor) -> Tensor:
+    """`Σ_qo w_nqo g_knqo²`: `[n, K]`."""
+    return torch.einsum("knqo,nqo->nk", g.square(), weights.expand(*g.shape[1:]))
 
 
 def _outer(g: Tensor, weights: Tensor) -> Tensor:
     """`Σ_qo w_nqo g_knqo g_lnqo`: `[n, K, K]`."""
     left, right = ((x.flatten(2)).transpose(0, 1) for x in (g, g * weights))
     return left @ right.mT
+
+
+def _variances(values: Tensor) -> Tensor:
+    """Variances `[n, K]`, given as such or among covariances `[n, K, K]`."""
+    return values if values.dim() == 2 else values.diagonal(dim1=1, dim2=2)
 
 
 @dataclass(frozen=True)
