@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lapwing import Laplace
 from lapwing.basis import KroneckerBasis
 from lapwing.likelihoods import Categorical, Gaussian
+from lapwing.single_positions import without_curvature
 from tests import networks, oracles
 
 
@@ -172,7 +173,7 @@ def test_null_directions_are_not_rotated_into(shape: tuple[int, int], bias: bool
     la = Laplace(model, "classification").fit([(x, y)])
     block = la.posterior.blocks[0]
     assert isinstance(block.basis, KroneckerBasis)
-    skipped = [block.basis._without_curvature(block.scale.detach(), side) for side in (0, 1)]
+    skipped = [without_curvature(block.basis, block.scale.detach(), side) for side in (0, 1)]
     assert skipped == [hidden - 3, inputs + bias - 3]
     test = torch.cat([torch.randn(4, inputs, dtype=torch.float64), x])
     rows = oracles.packed_jacobian(la, test)

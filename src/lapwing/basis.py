@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lapwing import position_pairs
+from lapwing import position_pairs, single_positions
 from lapwing.gradients import Gradients, Pair, Uses, outer, parts
 from lapwing.tokens import Segments, TokenPair
 
@@ -145,9 +145,10 @@ class KroneckerBasis(Basis):
 
     def _rotated(self, pair: Pair, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """`ĝ = g U_G: [K, n, Q, R, O]` and `â = a U_A: [n, Q, R, I]`, the bias included."""
-        return self._rotate(pair.g[:, start:stop], pair.inputs.part(start, stop), pair.inputs.bias)
+        return self.rotate(pair.g[:, start:stop], pair.inputs.part(start, stop), pair.inputs.bias)
 
-    def _rotate(self, g: Tensor, a: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
+    def rotate(self, g: Tensor, a: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
+        """`ĝ = g U_G` and `â = a U_A`; where there is a `bias`, â is that of `(a, 1)`."""
         a = a.to(g.dtype)
         if bias and not isinstance(self.input, Tensor):
             a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], dim=-1)
@@ -208,7 +209,7 @@ class KroneckerBasis(Basis):
             return torch.cat([position_pairs.variance(g, a, scale) for g, a in chunks], dim=1)
         if not isinstance(gradients, Pair) or gradients.positions > 1:
             return super().variance(gradients, scale, budget)
-        return self._of_singles(gradients, scale, _squares).T
+        return single_positions.variance(self, gradients, scale)
 
     def covariance(self, gradients: Gradients, scale: Tensor, budget: int) -> Tensor:
         if isinstance(gradients, TokenPair) and not isinstance(self.output, Tensor):
@@ -218,74 +219,13 @@ class KroneckerBasis(Basis):
             return torch.cat([position_pairs.covariance(g, a, scale) for g, a in chunks])
         if not isinstance(gradients, Pair) or gradients.positions > 1:
             return super().covariance(gradients, scale, budget)
-        return self._of_singles(gradients, scale, _outer)
+        return single_positions.covariance(self, gradients, scale)
 
     def _chunks(self, pair: Pair, budget: int) -> list[tuple[int, int]]:
         """Ranges of examples whose products between positions fit into the budget."""
         groups, outputs, inputs = self.shape
         size = groups * pair.positions**2 * (outputs + inputs)
         return list(parts(pair, max(1, size // pair.columns), min(budget, _GATHERED)))
-
-    def _of_singles(self, pair: Pair, scale: Tensor, contract: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Variances `[n, K]` or covariances `[n, K, K]` of a layer with one position per example.
-
-        Examples for which they are differences of much larger numbers are rotated anew, into all directions.
-        """
-        skipped = self._without_curvature(scale, 0), self._without_curvature(scale, 1)
-        found = []
-        # Chunks that stay in the cache: what follows is elementwise on large arrays.
-        for start, stop in parts(pair, self.shape[0] * self.shape[1], 2**23):
-            g, a = pair.g[:, start:stop], pair.inputs.part(start, stop)
-            single = self._single(g, a, pair.inputs.bias, scale, skipped)
-            values = contract(single.rotated, single.weights)
-            lost = single.lost
-            if single.plain is not None:
-                whole = contract(single.plain, single.ceiling.unsqueeze(-1))
-                values = whole - values
-                lost = lost | (_variances(values) < _few_digits(scale) * _variances(whole)).any(1)
-            if bool(lost.any()):
-                index = lost.nonzero().squeeze(1)
-                again = self._single(g[:, index], a[index], pair.inputs.bias, scale, (0, 0))
-                values = values.index_copy(0, index, contract(again.rotated, again.weights))
-            found.append(values)
-        return torch.cat(found)
-
-    def _single(self, g: Tensor, a: Tensor, bias: bool, scale: Tensor, skipped: tuple[int, int]) -> _Single:
-        """`g_kᵀ U_G diag(w_n) U_Gᵀ g_l` with `w_no = Σ_i â_ni² D_oi`, of `g: [K, n, Q, 1, O]` and `a: [n, Q, 1, I]`.
-
-        Where the curvature of an output direction vanishes, D is constant and so is w, at its ceiling
-        `w₀ = ‖â‖² max D`. There is no need to rotate into such directions: with `Σ_o ĝ_k ĝ_l = g_k·g_l` the rest
-        is `w₀ g_k·g_l − Σ_top ĝ_k ĝ_l (w₀ − w)`. Of an input direction without curvature only `Σ â²` is needed, which
-        is what the others leave of `‖a‖²`. The first so many directions of both sides are `skipped`.
-        """
-        highest, (skip, inner) = scale.amax(), skipped
-        top = replace(
-            self,
-            output=self.output[..., skip:] if isinstance(self.output, Tensor) else self.output,
-            input=self.input[..., inner:] if isinstance(self.input, Tensor) else self.input,
-        )
-        rotated, inside = top._rotate(g, a, bias)
-        rotated, squares = rotated.squeeze(3), inside.squeeze(2).square()
-        size, weights = squares.sum(2), torch.einsum("nqi,qoi->nqo", squares, scale[:, skip:, inner:])
-        if inner:
-            whole = a.squeeze(2).to(g.dtype).square().sum(2) + bias
-            weights = weights + (highest * (whole - size).clamp(min=0)).unsqueeze(2)
-            size = whole
-        ceiling = highest * size
-        lost = (weights < _few_digits(scale) * ceiling.unsqueeze(2)).flatten(1).any(1) & bool(inner)
-        if not skip:
-            return _Single(rotated, weights, lost)
-        return _Single(rotated, (ceiling.unsqueeze(2) - weights).clamp(min=0), lost, g.squeeze(3), ceiling)
-
-    def _without_curvature(self, scale: Tensor, side: int) -> int:
-        """How many directions of the outputs (0) or inputs (1), from the first, may be left out of a rotation: those in
-        which `scale` is at its height; none where few are.
-        """
-        if not (isinstance((self.output, self.input)[side], Tensor) and self.orthonormal[side]):
-            return 0
-        flat = scale.amin((0, 2 - side)) >= (1 - 32 * torch.finfo(scale.dtype).eps) * scale.amax()
-        count = int(flat.to(torch.int8).cumprod(0).sum())  # eigenvalues ascend
-        return count if 4 * count >= len(flat) else 0
 
     def _picked(self, pair: TokenPair) -> Segments:
         """The coordinates of an embedding's gradients at the rows that are not 0."""
@@ -316,7 +256,6 @@ class KroneckerBasis(Basis):
         return total
 
 
-_LOST = 1e-4  # of a variance, about, by a difference of larger numbers
 _IMAGE = 32  # positions from which a product for every image is as quick as one large product
 _CACHE = 2**22  # bytes that stay close to the processor
 _GATHERED = 2**26  # bytes of products between positions, of which each is used once
@@ -325,41 +264,6 @@ _GATHERED = 2**26  # bytes of products between positions, of which each is used 
 def _by_pairs(pair: Pair) -> bool:
     """Whether products between the positions of an example are fewer than those between positions and columns."""
     return pair.positions > 1 and pair.positions + 1 < 2 * pair.columns
-
-
-@dataclass(frozen=True)
-class _Single:
-    """A few examples of a layer with one position each: `ĝ: [K, n, Q, O']`, weights `[n, Q, O']`, which examples
-    lost digits in them, `[n]`, and where output directions were left out the gradients themselves `[K, n, Q, O]` and
-    the ceiling `[n, Q]` of the weights.
-    """
-
-    rotated: Tensor
-    weights: Tensor
-    lost: Tensor
-    plain: Tensor | None = None
-    ceiling: Tensor = field(default_factory=lambda: torch.zeros(()))
-
-
-def _few_digits(like: Tensor) -> float:
-    """A difference this many times as small as what it is a difference of may be off by `_LOST` of itself."""
-    return torch.finfo(like.dtype).eps / _LOST
-
-
-def _squares(g: Tensor, weights: Tensor) -> Tensor:
-    """`Σ_qo w_nqo g_knqo²`: `[n, K]`."""
-    return torch.einsum("knqo,nqo->nk", g.square(), weights.expand(*g.shape[1:]))
-
-
-def _outer(g: Tensor, weights: Tensor) -> Tensor:
-    """`Σ_qo w_nqo g_knqo g_lnqo`: `[n, K, K]`."""
-    left, right = ((x.flatten(2)).transpose(0, 1) for x in (g, g * weights))
-    return left @ right.mT
-
-
-def _variances(values: Tensor) -> Tensor:
-    """Variances `[n, K]`, given as such or among covariances `[n, K, K]`."""
-    return values if values.dim() == 2 else values.diagonal(dim1=1, dim2=2)
 
 
 @dataclass(frozen=True)
