@@ -184,6 +184,22 @@ class Relative(nn.Module):
         return out
 
 
+class RelativeToLast(Relative):
+    """Compares with the last example."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x + x[-1:].tanh())
+        return out
+
+
+class Scaled(Fixed):
+    """Divides by the largest value of a batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x / x.amax())
+        return out
+
+
 class Centered(Relative):
     """Compares with the mean."""
 
@@ -192,7 +208,7 @@ class Centered(Relative):
         return out
 
 
-@pytest.mark.parametrize("network", [Branching, Numbers, Fixed, Asserting, Buffered, Sized, Cut])
+@pytest.mark.parametrize("network", [Branching, Numbers, Fixed, Asserting, Buffered, Sized, Scaled, Cut])
 def test_networks_that_look_at_the_whole_batch(network: type[nn.Module], passes: list[int]) -> None:
     torch.manual_seed(0)
     model, x = network().double(), torch.randn(20, 4, dtype=torch.float64)
@@ -203,10 +219,14 @@ def test_networks_that_look_at_the_whole_batch(network: type[nn.Module], passes:
     assert la.curvature.statistics.examples == 20
 
 
-@pytest.mark.parametrize("network", [Relative, Centered])
-def test_networks_that_are_right_only_example_by_example(network: type[nn.Module], passes: list[int]) -> None:
+@pytest.mark.parametrize("outlier", [1.0, 1e6])
+@pytest.mark.parametrize("network", [Relative, RelativeToLast, Centered])
+def test_networks_that_are_right_only_example_by_example(
+    network: type[nn.Module], outlier: float, passes: list[int]
+) -> None:
     torch.manual_seed(0)
     model, x = network().double(), torch.randn(6, 4, dtype=torch.float64)
+    x[3] *= outlier
     check_same(model, [(own, torch.tensor([n % 3])) for n, own in enumerate(x.split(1))], "full")
     assert passes.count(5) == 1  # tried
     assert set(passes) == {1, 5}
@@ -322,6 +342,13 @@ def test_errors_name_the_batch_of_the_loader(number: int) -> None:
         Laplace(networks.make("mlp"), "classification").fit([*data[:number], (bad, y), *data[number + 1 :]])
     with pytest.raises(InputError, match=rf"^Batch {number}: 3 targets for 4 outputs"):
         Laplace(networks.make("mlp"), "classification").fit([*data[:number], (x, y[:3]), *data[number + 1 :]])
+
+
+def test_empty_batches_are_named_as_such() -> None:
+    data = batches("mlp", 4, 4)
+    x = data[0][0][:0]
+    with pytest.raises(InputError, match="The batch is empty"):
+        Laplace(networks.make("mlp"), "classification").fit([*data, (x, data[0][1][:0]), (x[:, :2], data[0][1][:0])])
 
 
 def test_outputs_that_are_not_finite_are_named_by_batch() -> None:

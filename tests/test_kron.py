@@ -194,3 +194,19 @@ def test_directions_are_left_out_only_where_rounding_allows() -> None:
     found, expected = single.latent(x).covariance.double(), double.latent(x.double()).covariance
     assert float(expected.diagonal(dim1=1, dim2=2).max()) < 1e-4  # against 1e2 elsewhere
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+
+
+def test_second_derivatives_where_nothing_is_left_outside_the_curvature() -> None:
+    """On the data itself what the curved directions leave of an input is 0 up to rounding, of either sign."""
+    torch.manual_seed(0)
+    model = nn.Linear(12, 3).double()
+    x = torch.randn(4, 12, dtype=torch.float64)
+    la = Laplace(model, "regression").fit([(x, torch.randn(4, 3, dtype=torch.float64))])
+    inverse = torch.linalg.inv(la.curvature.blocks[0].accumulator.matrix() + torch.eye(39, dtype=torch.float64))
+
+    def variance(own: Tensor) -> Tensor:
+        return la.latent(own.unsqueeze(0)).covariance[0, 0, 0]
+
+    for own in x:
+        found = torch.autograd.functional.hessian(variance, own)
+        torch.testing.assert_close(found, 2 * inverse[:12, :12], rtol=1e-8, atol=1e-10)

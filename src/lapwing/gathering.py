@@ -82,7 +82,7 @@ class Gathering:
                 yield from self._recorded(waiting, before)
                 waiting, count = [], 0
             waiting.append(batch)
-            if count + 2 * size > room:  # another such batch does not fit
+            if form is None or count + 2 * size > room:  # another such batch does not fit
                 yield from self._recorded(waiting, form)
                 waiting = []
             else:
@@ -92,7 +92,7 @@ class Gathering:
     def _recorded(self, batches: list[Batch], form: Hashable) -> Iterator[tuple[Record, Batch]]:
         batch = _joined(batches) if len(batches) > 1 else None
         if batch is not None and form not in self._checked:
-            record = self._tried(batch, batches[-1])
+            record = self._tried(batch, batches)
             if record is None:
                 self._room[form] = 0
                 batch = None
@@ -106,17 +106,20 @@ class Gathering:
                     self._room[form] = self._examples(record)
                 yield record, own
 
-    def _tried(self, batch: Batch, part: Batch) -> Record | None:
-        """A pass over a gathered batch; None if the last part of it comes out differently than alone."""
+    def _tried(self, batch: Batch, parts: list[Batch]) -> Record | None:
+        """A pass over a gathered batch; None if its first or last part comes out differently than alone."""
         try:
             with torch.no_grad():
-                alone = self.tape.forward({}, part.inputs.copy())
+                first, last = (self.tape.forward({}, part.inputs.copy()) for part in (parts[0], parts[-1]))
             record = self.tape.record(batch.inputs, self.create_graph)
         except Exception as failure:  # whatever it is, batches as they are may do without
             logger.info("The network does not take %s together (%s); batches stay as they are", batch.where, failure)
             return None
-        if len(record.outputs) == len(batch.targets) and agree(record.outputs[-len(alone) :], alone, record.outputs):
-            return record
+        outputs = record.outputs
+        if len(outputs) == len(batch.targets):
+            pairs = (outputs[: len(first)], first), (outputs[-len(last) :], last)
+            if all(agree(found, alone, alone) for found, alone in pairs):
+                return record
         logger.info("Examples have other outputs in another batch; batches stay as they are")
         return None
 

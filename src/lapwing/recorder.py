@@ -67,13 +67,10 @@ def _recomputed() -> bool:
     return _saving_hooks is None or _saving_hooks(True) is not None
 
 
-def _is_index(argument: Any) -> bool:
-    """Whether a tensor stands where a number does that says how many or which: a whole number, alone or in a slice."""
-    if isinstance(argument, tuple | list):
-        return any(map(_is_index, argument))
-    if isinstance(argument, slice):
-        return any(isinstance(edge, Tensor) for edge in (argument.start, argument.stop, argument.step))
-    return isinstance(argument, Tensor) and argument.dim() == 0 and not argument.is_floating_point()
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors that a function was given, or returned."""
+    values = value if isinstance(value, tuple | list) else (value,)
+    return [one for one in values if isinstance(one, Tensor)]
 
 
 _TRANSPARENT: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -91,7 +88,8 @@ _ADDING = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, 
 class Recorder(TorchFunctionMode):
     """Records into `uses`, in the order of the forward pass.
 
-    `decides`: it read values of tensors, of which it may have decided which way to go, or how large a tensor is.
+    `decides`: it read values of tensors, or made one number of a tensor (a sum, the longest length), and may have
+    decided by it which way to go, how large to make a tensor, or by how much to divide all examples.
     `computed`: how many numbers it computed on its way.
     """
 
@@ -111,7 +109,7 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.decides |= func in _READING_VALUES or any(map(_is_index, args)) or any(map(_is_index, kwargs.values()))
+        self.decides |= func in _READING_VALUES
         if func in _TRANSPARENT:
             with self:
                 return _TRANSPARENT[func](*args, **kwargs)
@@ -119,7 +117,9 @@ class Recorder(TorchFunctionMode):
             args = self._broadcast(args)
         rule = RULES.get(func)
         output = func(*args, **kwargs) if rule is None or _recomputed() else rule.run(func, args, kwargs)
-        self.computed += output.numel() if isinstance(output, Tensor) else 0
+        found = _tensors(output)
+        self.computed += sum(tensor.numel() for tensor in found)
+        self.decides |= any(not tensor.dim() for tensor in found) and any(tensor.dim() for tensor in _tensors(args))
         if rule is None or not isinstance(output, Tensor) or not output.requires_grad:
             return output
         call = rule.read(func, args, kwargs, output, self.owner)

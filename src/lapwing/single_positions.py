@@ -99,13 +99,18 @@ def _weighed(
     size, weights = squares.sum(2), torch.einsum("nqi,qoi->nqo", squares, scale[:, skip:, inner:])
     if inner:
         whole = a.squeeze(2).to(g.dtype).square().sum(2) + bias
-        weights = weights + (highest * (whole - size).clamp(min=0)).unsqueeze(2)
+        weights = weights + (highest * _not_negative(whole - size)).unsqueeze(2)
         size = whole
     ceiling = highest * size
     lost = (weights < _few_digits(scale) * ceiling.unsqueeze(2)).flatten(1).any(1) & bool(inner)
     if not skip:
         return _Weighed(rotated, weights, lost)
-    return _Weighed(rotated, (ceiling.unsqueeze(2) - weights).clamp(min=0), lost, g.squeeze(3), ceiling)
+    return _Weighed(rotated, _not_negative(ceiling.unsqueeze(2) - weights), lost, g.squeeze(3), ceiling)
+
+
+def _not_negative(values: Tensor) -> Tensor:
+    """At least 0, as they are up to rounding; derivatives stay those of the values."""
+    return values + (values.clamp(min=0) - values).detach()
 
 
 def _few_digits(like: Tensor) -> float:
