@@ -90,17 +90,18 @@ class Gathering:
         yield from self._recorded(waiting, form)
 
     def _recorded(self, batches: list[Batch], form: Hashable) -> Iterator[tuple[Record, Batch]]:
-        batch = _joined(batches) if len(batches) > 1 else None
-        if batch is not None and form not in self._checked:
+        if len(batches) > 1:
+            batch = _joined(batches)
+            if form in self._checked:
+                yield from self._one(batch)
+                return
             record = self._tried(batch, batches)
-            if record is None:
-                self._room[form] = 0
-                batch = None
-            else:
+            if record is not None:
                 self._checked.add(form)
                 yield record, batch
                 return
-        for one in batches if batch is None else [batch]:
+            self._room[form] = 0
+        for one in batches:
             for record, own in self._one(one):
                 if form is not None and form not in self._room:
                     self._room[form] = self._examples(record)

@@ -119,7 +119,8 @@ class Recorder(TorchFunctionMode):
         output = func(*args, **kwargs) if rule is None or _recomputed() else rule.run(func, args, kwargs)
         found = _tensors(output)
         self.computed += sum(tensor.numel() for tensor in found)
-        self.decides |= any(not tensor.dim() for tensor in found) and any(tensor.dim() for tensor in _tensors(args))
+        given = _tensors([*args, *kwargs.values()])
+        self.decides |= any(not tensor.dim() for tensor in found) and any(tensor.dim() for tensor in given)
         if rule is None or not isinstance(output, Tensor) or not output.requires_grad:
             return output
         call = rule.read(func, args, kwargs, output, self.owner)

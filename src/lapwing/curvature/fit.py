@@ -170,7 +170,7 @@ class Fit:
         return math.ceil(vectors.count / max(1, turns))  # turns of equal size
 
     def _forms_gradients(self, blocks: tuple[Block, ...]) -> bool:
-        """Of kron, which may have a diagonal here and there, the first phase of ekfac included, most blocks do not."""
+        """Whether the blocks need the gradients themselves: not in the first phase of ekfac, which is kron's."""
         return self.structure in ("diag", "ekfac") and not any(
             isinstance(block.accumulator, KroneckerAccumulator | TiedAccumulator) for block in blocks
         )
