@@ -23,7 +23,8 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """`data(n)` gives n examples or fewer; `steps` of Adam train the parameters that `trained` matches.
+    """`data(n)` gives n examples or fewer; `steps` of Adam, with its rate falling to 0, train the parameters that
+    `trained` matches.
 
     A fit sees `batches` batches of size `batch`, a prediction the first `inputs` examples.
     """
@@ -93,24 +94,24 @@ MAIN: dict[str, Workload] = {
         models.lenet5, data.mnist, 128, 16, 1000, steps=2345,
     ),
     "resnet18": Workload(
-        "ResNet-18", "CIFAR-10, trained for half an epoch of 20,000 images",
-        models.ResNet18, data.cifar10, 128, 4, 128, steps=78,
+        "ResNet-18", "CIFAR-10, trained for ten epochs of 20,000 images",
+        models.ResNet18, data.cifar10, 128, 4, 128, steps=1570,
     ),
     "resnet20": Workload(
         "ResNet-20", "CIFAR-10, published weights (91.7 % on test images)",
         models.CifarResNet, data.cifar10, 128, 4, 128, weights=cifar_resnet_weights,
     ),
     "wrn16-4": Workload(
-        "WRN-16-4, 100 classes", "a subset of CIFAR-100, trained for 20 steps",
-        models.WideResNet, data.cifar100, 32, 1, 32, steps=20, train_batch=64,
+        "WRN-16-4, 100 classes", "a subset of CIFAR-100 (1,117 images), trained for twenty epochs",
+        models.WideResNet, data.cifar100, 32, 1, 32, steps=350, train_batch=64,
     ),
     "transformer": Workload(
-        "transformer, 4 layers", "AG News (d = 256, 10k words, length 64, 4 classes), trained for 40 steps",
-        text_models.transformer, data.headlines, 32, 4, 64, steps=40, train_batch=32,
+        "transformer, 4 layers", "AG News (d = 256, 10k words, length 64, 4 classes), trained for four epochs",
+        text_models.transformer, data.headlines, 32, 4, 64, steps=950, train_batch=32, rate=3e-4,
     ),
     "minilm": Workload(
-        "MiniLM, 6 layers", "SST-2 (length 32), published weights, linear head trained for 20 steps",
-        text_models.minilm, _sentences, 32, 2, 64, steps=20, train_batch=32, rate=1e-2, trained="head.*",
+        "MiniLM, 6 layers", "SST-2 (length 32), published weights, linear head trained for 200 steps",
+        text_models.minilm, _sentences, 32, 2, 64, steps=200, train_batch=32, rate=1e-2, trained="head.*",
         weights=_minilm_weights,
     ),
 }  # fmt: skip
@@ -176,6 +177,7 @@ def train(model: nn.Module, x: Tensor, y: Tensor, workload: Workload, steps: int
         parameter.requires_grad_(fnmatch(name, workload.trained))
         chosen += [parameter] if parameter.requires_grad else []
     optimizer = torch.optim.Adam(chosen, workload.rate)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
     model.train()
     order = torch.cat([torch.randperm(len(y)) for _ in range(1 + steps * batch // len(y))])
     for step in range(steps):
@@ -183,6 +185,7 @@ def train(model: nn.Module, x: Tensor, y: Tensor, workload: Workload, steps: int
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x[pick]), y[pick]).backward()
         optimizer.step()
+        schedule.step()
 
 
 def load(name: str, folder: Path, quick: bool) -> Problem:

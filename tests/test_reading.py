@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lapwing import InputError, Laplace, probe
 from lapwing.curvature.diagonal import DiagonalAccumulator
 from lapwing.gradients import Gradients
+from lapwing.layers.window import Window
 from lapwing.tape import Record
 from tests import networks, oracles
 
@@ -415,6 +416,74 @@ def test_convolutions_of_one_position(kernel: int) -> None:
         torch.manual_seed(0)
         la = check(Squeezed(inside).double(), [(x, labels(6))], "block")
         assert set(paths(la).values()) == {"convolution"}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("convolution", "norm", "size"),
+    [
+        (nn.Conv1d(2, 3, 3, padding=1), nn.BatchNorm1d(3), (2,)),
+        (nn.Conv1d(2, 3, 5, padding=2, bias=False), nn.BatchNorm1d(3, affine=False), (3,)),
+        (nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), (2, 2)),
+        (nn.Conv2d(2, 3, 4, stride=2, padding=2), nn.BatchNorm2d(3), (2, 1)),
+        (nn.Conv2d(2, 3, 3, padding=2, dilation=2), nn.BatchNorm2d(3), (1, 2)),
+        (nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), (3, 3)),
+        (nn.Conv3d(2, 3, 3, padding=1), nn.BatchNorm3d(3), (2, 1, 2)),
+    ],
+)
+def test_small_images_under_large_kernels(
+    convolution: nn.Module, norm: nn.Module, size: tuple[int, ...], inside: bool
+) -> None:
+    """Computed as matrix products; batch norms as a scale and a shift, changed in place afterwards."""
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.head = copy.deepcopy(convolution), copy.deepcopy(norm), nn.Linear(3, 3)
+            for buffer in self.norm.buffers():
+                if buffer.is_floating_point():
+                    torch.nn.init.uniform_(buffer, 0.5, 2.0)
+
+        def body(self, x: Tensor) -> Tensor:
+            return nn.functional.silu(self.norm(self.first(x)), inplace=True).tanh_().flatten(2).sum(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(checkpoint(self.body, x, use_reentrant=False) if inside else self.body(x))
+            return out
+
+    torch.manual_seed(0)
+    model = Small().double()
+    x = torch.randn(6, 2, *size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    la = check(model, [(x, labels(6))], "block")
+    assert "fallback" not in set(paths(la).values())
+    torch.testing.assert_close(la.latent(x).mean, model.eval()(x).detach(), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("window", "space", "seen"),
+    [
+        (Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), (2, 2), True),
+        (Window((2, 2), (1, 1), (1, 1), (0, 0), (0, 0)), (2, 2), True),
+        (Window((3, 3), (2, 2), (1, 1), (1, 1), (1, 1)), (2, 2), True),
+        (Window((5,), (1,), (1,), (2,), (2,)), (3,), True),
+        (Window((3,), (1,), (2,), (2,), (2,)), (3,), False),
+        (Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), (4, 4), False),
+        (Window((7, 7), (1, 1), (1, 1), (3, 3), (3, 3)), (4, 4), False),  # all is seen, but the matrix is large
+    ],
+)
+def test_a_convolution_as_a_matrix(window: Window, space: tuple[int, ...], seen: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 2, *space, dtype=torch.float64)
+    w = torch.randn(3, 2, *window.kernel, dtype=torch.float64, requires_grad=True)
+    function = (functional.conv1d, functional.conv2d)[window.dimensions - 1]
+    output = function(x, w, None, window.stride, window.before, window.dilation)
+    g = torch.randn_like(output)
+    (expected,) = torch.autograd.grad(output, w, g)
+    matrix = window.matrix(w, x.shape[2:], 1)
+    assert (matrix is not None) == seen
+    if matrix is not None:
+        torch.testing.assert_close((x.flatten(1) @ matrix.T).reshape(output.shape), output)
+    torch.testing.assert_close(window.weight_gradient(x, g, 1), expected)
 
 
 class Places(nn.Module):

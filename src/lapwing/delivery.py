@@ -26,7 +26,7 @@ class Delivery:
 
     record: Record
     layers: list[Layer]
-    consume: Consume
+    consume: Consume | None
     first: int
     columns: int
     together: bool
@@ -99,7 +99,8 @@ class Delivery:
         for layer in self.owners[name]:
             if self.slope is not None and column == 0:
                 self.slope.add(self.record, layer, self.uses[name], [gradient[0] for gradient in delivered])
-            self.consume(layer, gradients_of(self.record, layer, self.uses[name], delivered, column))
+            if self.consume is not None:
+                self.consume(layer, gradients_of(self.record, layer, self.uses[name], delivered, column))
         self.handed[name] += delivered[0].shape[0]
 
     def _stacked(self, index: int, gradients: list[Tensor]) -> Tensor:

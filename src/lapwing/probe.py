@@ -173,7 +173,10 @@ def _backward(record: Record, inputs: Sequence[Tensor | GradientEdge], vector: T
 
 def _largest(values: Tensor) -> float:
     """The largest size of an entry; NaN where there is one."""
-    return float(dense(values.detach()).abs().amax()) if values.numel() else 0.0
+    if not values.numel():
+        return 0.0
+    lowest, highest = dense(values.detach()).aminmax()
+    return float(torch.maximum(-lowest, highest))
 
 
 def _tells(gradient: Tensor) -> bool:
@@ -237,7 +240,7 @@ def _agrees(
     if reached:
         gradients = gradients_of(record, layer, [i for i, _ in reached], [gradient for _, gradient in reached], 0)
         assembled = total(gradients, record.tape.budget)[0]
-        slope = Slope(torch.ones(record.examples, dtype=record.dtype, device=assembled.device), {})
+        slope = Slope({})
         slope.add(record, layer, [i for i, _ in reached], [gradient[0] for _, gradient in reached])
         if not _close(record, layer, slope.sums[layer.name], truth):
             return False

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Slope:
-    """`Σ_n s_n J_nᵀ v_n` by layer, with `v` the first column and `scale` s `[N]`; `sums` are in the layers' layout."""
+    """`Σ_n s_n J_nᵀ v_n` by layer, with `v` the first column and `scale` s `[N]`, 1 unless given; `sums` are in the
+    layers' layout.
+    """
 
-    scale: Tensor
     sums: dict[str, Tensor]
+    scale: Tensor | None = None
 
     def add(self, record: Record, layer: Layer, uses: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Add a layer, from the gradients of the first column at the outputs of its uses, `[*output]` each."""
@@ -34,7 +36,8 @@ class Slope:
     def add_rows(self, layer: Layer, rows: Tensor, start: int) -> None:
         """Add the gradients themselves of some examples, `[n, p]`."""
         into = self._into(layer, rows.dtype, rows.device)
-        into += self.scale[start : start + len(rows)].to(rows.dtype) @ rows.detach()
+        scale = rows.new_ones(len(rows)) if self.scale is None else self.scale[start : start + len(rows)].to(rows.dtype)
+        into += scale @ rows.detach()
 
     def _into(self, layer: Layer, dtype: torch.dtype, device: torch.device) -> Tensor:
         if layer.name not in self.sums:
@@ -42,11 +45,13 @@ class Slope:
         return self.sums[layer.name]
 
 
-def _scaled(record: Record, index: int, gradient: Tensor, scale: Tensor) -> Tensor:
+def _scaled(record: Record, index: int, gradient: Tensor, scale: Tensor | None) -> Tensor:
     """A gradient at a use, `[*output]`, times a number of each example's own, its dimensions arranged."""
     axis = record.axes[index]
     assert axis is not None
     arranged = record.uses[index].rule.arrange(record.uses[index].call, gradient.unsqueeze(0))[0]
+    if scale is None:
+        return arranged.to(record.dtype)
     spread = axis.spread(scale.to(record.dtype), arranged.shape[axis.axis])
     return arranged.to(record.dtype) * spread.view([-1 if i == axis.axis else 1 for i in range(arranged.dim())])
 

@@ -252,12 +252,12 @@ class Record:
     def sweep(
         self,
         columns: Columns,
-        consume: Consume,
+        consume: Consume | None,
         at_once: int | None,
         wanted: Collection[str],
         slope: Slope | None = None,
     ) -> None:
-        """Backpropagate `columns` and hand the per-example gradients of the `wanted` layers to `consume`.
+        """Backpropagate `columns` and hand the per-example gradients of the `wanted` layers to `consume`, if any.
 
         Layers that are read as a pair come in chunks of columns, and each gradient is freed once used;
         with `at_once` so many columns of a layer come together. Rows come in ranges of examples, and of columns
@@ -298,7 +298,7 @@ class Record:
         )  # fmt: skip
 
     def _rows(
-        self, columns: Columns, layers: list[Layer], consume: Consume, at_once: int | None, slope: Slope | None
+        self, columns: Columns, layers: list[Layer], consume: Consume | None, at_once: int | None, slope: Slope | None
     ) -> None:
         fallback = self.tape.fallback(self.lost)
         size = sum(self.parameters[name].numel() for name in fallback.names) * self.outputs.element_size()
@@ -316,12 +316,13 @@ class Record:
                         packed = layer.pack(gradients).to(self.dtype)
                         if slope is not None and start == 0:
                             slope.add_rows(layer, packed[0], example)
-                        consume(layer, Rows(packed, start, example))
+                        if consume is not None:
+                            consume(layer, Rows(packed, start, example))
 
-    def gradient(self, scalar: Tensor) -> dict[str, Tensor]:
-        """Plain autograd gradient of a scalar function of the outputs, by parameter."""
+    def gradient(self, vectors: Tensor) -> dict[str, Tensor]:
+        """Plain autograd gradient of `Σ_n v_n · f_n` by parameter, `vectors: [N, *output]`."""
         tensors = list(self.parameters.values())
-        gradients = torch.autograd.grad(scalar, tensors, retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(self.outputs, tensors, vectors, retain_graph=True, allow_unused=True)
         return {
             name: torch.zeros_like(tensor) if gradient is None else dense(gradient)
             for name, tensor, gradient in zip(self.parameters, tensors, gradients, strict=True)

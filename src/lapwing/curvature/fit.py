@@ -139,7 +139,7 @@ class Fit:
         if slopes is not None and shared and self.kind == "fisher" and vectors.count == 1:
             self._add_sampled(record, targets, vectors, blocks, slopes)
             return Traces()
-        slope = None if slopes is None or not shared or vectors.slope is None else Slope(vectors.slope, slopes)
+        slope = None if slopes is None or not shared or vectors.slope is None else Slope(slopes, vectors.slope)
         if slope is None:
             self._add_slope(record, targets, slopes)
         if blocks:
@@ -196,8 +196,13 @@ class Fit:
         """Add the gradient by a backward pass of its own."""
         if slopes is None:
             return
-        found = record.gradient(self.likelihood.log_prob(record.outputs, targets).sum())
-        for layer in record.tape.layers or ():
+        gradient = output_gradient(self.likelihood, record.outputs, targets)
+        layers = record.tape.layers or ()
+        if not any(layer.path == "fallback" or layer.name in record.lost for layer in layers):
+            record.sweep(given(gradient.unsqueeze(0)), None, None, {layer.name for layer in layers}, Slope(slopes))
+            return
+        found = record.gradient(gradient)
+        for layer in layers:
             packed = layer.pack({name: found[name] for name in layer.parameters})
             packed = packed.to(sum_dtype(packed.dtype))
             slopes[layer.name] = slopes[layer.name] + packed if layer.name in slopes else packed
@@ -222,7 +227,7 @@ class Fit:
             self._add_slope(record, targets, slopes)
             deliver(record, vectors, blocks, _update)
             return
-        slope = Slope(torch.ones_like(gap), slopes)
+        slope = Slope(slopes)
         counted = None if not len(others) else same
 
         def update(block: Block, gradients: Gradients) -> None:

@@ -44,15 +44,15 @@ class Convolution(PairRule):
         if by_name or not _usual(x, w, b, window, groups):
             return function(*args, **kwargs)
         fewer, entries = trimmed(window, x.shape[2:])
-        if _is_linear(fewer, x, groups):
-            matrix = w[(slice(None), slice(None), *entries)].flatten(1)
-            flat = functional.linear(x.flatten(1), matrix, b)
-            return torch.ops.aten._unsafe_view(flat, [*flat.shape, *[1] * window.dimensions])  # to change in place
+        kernels = w if fewer == window else w[(slice(None), slice(None), *entries)]
+        matrix = fewer.matrix(kernels, x.shape[2:], groups)
+        if matrix is not None:
+            positions = fewer.positions(x.shape[2:])
+            flat = functional.linear(x.flatten(1), matrix, None if b is None else b.repeat_interleave(prod(positions)))
+            return torch.ops.aten._unsafe_view(flat, [len(x), len(w), *positions])  # to change in place
         if fewer == window:
             return function(*args, **kwargs)
-        return function(
-            x, w[(slice(None), slice(None), *entries)], b, window.stride, fewer.before, window.dilation, groups
-        )
+        return function(x, kernels, b, window.stride, fewer.before, window.dilation, groups)
 
     def bias_align(self, output: Tensor, weight: Tensor) -> tuple[int, ...] | None:
         return channels_of(output, weight.dim() - 2)
@@ -77,10 +77,7 @@ class Convolution(PairRule):
             kernels = kernels[(slice(None), slice(None), *entries)]
         else:
             x, window = window.pad(x), window.unpadded
-        if _is_linear(window, x, groups):
-            kernels += (g.flatten(1).T @ x.flatten(1)).unflatten(1, kernels.shape[1:])
-        else:
-            kernels += window.weight_gradient(x, g, groups)
+        kernels += window.weight_gradient(x, g, groups)
         if bias is not None:
             bias += g.sum([i for i in range(g.dim()) if i != 1])
 
@@ -118,11 +115,6 @@ def _usual(x: Tensor, w: Tensor, b: Tensor | None, window: Window, groups: int) 
         and x.shape[2:].numel() > 0
         and all(count > 0 for count in window.positions(x.shape[2:]))
     )
-
-
-def _is_linear(window: Window, x: Tensor, groups: int) -> bool:
-    """Whether the kernel is as large as the images `x: [B, C, *space]`, so that there is one position."""
-    return groups == 1 and window.kernel == x.shape[2:] and not any(window.before) and set(window.dilation) == {1}
 
 
 def _bind(

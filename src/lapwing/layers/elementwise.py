@@ -14,6 +14,8 @@ from torch import Tensor
 from lapwing.layers.rule import Call, ExampleAxis, RowRule
 from lapwing.views import Owner
 
+_FEW = 32  # numbers to sum up, for which a reduction takes longer than a product with ones
+
 
 class Elementwise(RowRule):
     """Options of a call: `align`, the weight's shape with a size for each dimension of the output; `scales`, whether
@@ -27,13 +29,13 @@ class Elementwise(RowRule):
 
     def rows(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
         align = [size for i, size in enumerate(call.options["align"]) if i != axis.axis]
-        positions = [i for i, size in enumerate([1, *align]) if size == 1]  # of the dimensions after [K, N]
+        positions = [2 + i for i, size in enumerate([1, *align]) if size == 1]  # dimensions after [K, N]
         g = axis.first(g, examples, skip=1)
-        shift = g.sum([2 + i for i in positions], keepdim=True)
+        shift = _summed(g, positions)
         found = []
         if call.options["scales"]:
             x = axis.first(call.input, examples)
-            scale = (g * x).sum([2 + i for i in positions], keepdim=True)
+            scale = _summed(g * x, positions)
             if "mean" in call.options:
                 mean, rstd = (_along(call.options[name], axis, examples) for name in ("mean", "rstd"))
                 scale = (scale - mean * shift) * rstd
@@ -41,6 +43,18 @@ class Elementwise(RowRule):
         if call.options["shifts"]:
             found.append(shift)
         return torch.cat([value.flatten(2) for value in found], dim=2)
+
+
+def _summed(values: Tensor, dims: list[int]) -> Tensor:
+    """Summed over some dimensions, which stay with size 1. A few last ones by a product, which is faster."""
+    last = values.dim()
+    while last - 1 in dims:
+        last -= 1
+    count = values.shape[last:].numel()
+    if 1 < count <= _FEW:
+        sums = values.flatten(last) @ values.new_ones(count)
+        values = sums.reshape(*values.shape[:last], *[1] * (values.dim() - last))
+    return values.sum(dims, keepdim=True)
 
 
 def _along(value: Tensor, axis: ExampleAxis, examples: int) -> Tensor:

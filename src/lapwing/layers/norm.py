@@ -55,11 +55,37 @@ class ChannelNorm(Elementwise):
         align = (1, x.shape[1], *[1] * (x.dim() - 2))
         return _affine(x, owner(given["weight"]), owner(given["bias"]), align, {"statistics": statistics})
 
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Batch norm with running statistics scales and shifts, and its gradient needs no more than a product."""
+        if function is not functional.batch_norm:
+            return function(*args, **kwargs)
+        given = bound(function, args, kwargs)
+        x, mean, variance = given["input"], given["running_mean"], given["running_var"]
+        parts = [given["weight"], given["bias"], mean, variance]
+        if given["training"] or not _usual(x, parts):
+            return function(*args, **kwargs)
+        scale = (variance + given["eps"]).rsqrt()
+        scale = scale if given["weight"] is None else scale * given["weight"]
+        shift = -mean * scale if given["bias"] is None else given["bias"] - mean * scale
+        shift, scale = (value.repeat_interleave(x.shape[2:].numel()) for value in (shift, scale))
+        flat = torch.addcmul(shift, x.flatten(1), scale)
+        return torch.ops.aten._unsafe_view(flat, list(x.shape))  # to change in place
+
     def prepare(self, call: Call) -> Call:
         if not call.options["scales"]:
             return call
         mean, variance, eps = call.options["statistics"](call.input)
         return replace(call, options=call.options | {"mean": mean, "rstd": (variance + eps).rsqrt()})
+
+
+def _usual(x: Tensor, parts: list[Tensor | None]) -> bool:
+    """Whether a batch norm is of images that lie in memory as they are written, with a number for every channel."""
+    like = (x.dtype, x.device, x.shape[1:2])
+    return (
+        parts[2] is not None
+        and x.is_contiguous()
+        and all(part is None or (part.dtype, part.device, part.shape) == like for part in parts)
+    )
 
 
 Statistics = Callable[[Tensor], tuple[Tensor, Tensor, float]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -34,16 +35,40 @@ class Window:
         """The same over images that have their padding already."""
         return replace(self, before=(0,) * self.dimensions, after=(0,) * self.dimensions)
 
+    def matrix(self, w: Tensor, space: torch.Size, groups: int) -> Tensor | None:
+        """Kernels `w: [C_out, C_in, *kernel]` as the matrix `[C_out·positions, C_in·pixels]` of a linear layer; None
+        where that would be more work, as some position does not see some pixel.
+        """
+        between = None if groups > 1 else _entries_between(self, space)
+        if between is None:
+            return None
+        if self._sees_all_once(space):
+            return w.flatten(1)
+        kernels = w.flatten(2) @ between.to(w)  # [C_out, C_in, positions·pixels]
+        return torch.unflatten(kernels, 2, (-1, space.numel())).transpose(1, 2).flatten(2).flatten(0, 1)
+
     def weight_gradient(self, x: Tensor, g: Tensor, groups: int) -> Tensor:
         """`Σ_nr g aᵀ` of a convolution with this window, symmetric: `[C_out, C_in/Q, *kernel]`.
 
         From its images `x: [B, C_in, *space]` and the gradients at its output, `g: [B, C_out, *positions]`.
         """
+        space = x.shape[2:]
+        between = None if groups > 1 else _entries_between(self, space)
+        if between is not None:
+            products = g.flatten(1).T @ x.flatten(1)
+            if self._sees_all_once(space):
+                return products.reshape(g.shape[1], x.shape[1], *self.kernel)
+            spread = products.reshape(g.shape[1], -1, x.shape[1], space.numel()).transpose(1, 2)
+            return (spread.flatten(2) @ between.to(g).T).reshape(g.shape[1], x.shape[1], *self.kernel)
         kernels, zeros = g.new_empty(g.shape[1], x.shape[1] // groups, *self.kernel), (0,) * self.dimensions
         found: Tensor = torch.ops.aten.convolution_backward(
             g, x, kernels, None, self.stride, self.before, self.dilation, False, zeros, groups, (False, True, False)
         )[1]
         return found
+
+    def _sees_all_once(self, space: torch.Size) -> bool:
+        """Whether there is one position, and its kernel is the image."""
+        return self.kernel == space and not any(self.before)
 
     def patches(self, x: Tensor, groups: int) -> Tensor:
         """What each position sees: `[n, k, C, *space]` to `[n, Q, k·positions, I]`."""
@@ -100,6 +125,23 @@ def trimmed(window: Window, space: torch.Size) -> tuple[Window, tuple[slice, ...
         parts.append(slice(first, beyond))
     kernel, around = tuple(part.stop - part.start for part in parts), tuple(edges)
     return replace(window, kernel=kernel, before=around, after=around), tuple(parts)
+
+
+@functools.lru_cache(maxsize=256)
+def _entries_between(window: Window, space: torch.Size) -> Tensor | None:
+    """The kernel entry between each position and each pixel, as zeros and ones `[entries, positions·pixels]`.
+
+    None where some position does not see some pixel, or where there are more than twice as many pairs as entries.
+    """
+    pairs = prod(window.positions(space)) * space.numel()
+    if pairs > 2 * prod(window.kernel):
+        return None
+    entry, position = (window.seen(space) >= 0).nonzero(as_tuple=True)
+    if len(entry) < pairs:
+        return None
+    found = torch.zeros(prod(window.kernel), pairs)
+    found[entry, position * space.numel() + window.seen(space)[entry, position]] = 1
+    return found
 
 
 @dataclass(frozen=True)
