@@ -10,14 +10,15 @@ from lapwing.gram import Gram
 
 @pytest.mark.parametrize("size", [3, 300, 512, 700])
 @pytest.mark.parametrize("bias", [False, True])
-def test_sums_are_those_of_outer_products(size: int, bias: bool) -> None:
+@pytest.mark.parametrize("count", [5, 130])
+def test_sums_are_those_of_outer_products(size: int, bias: bool, count: int) -> None:
     generator = torch.Generator().manual_seed(0)
     groups, width = 2, size + bias
     found = Gram.zeros(groups, width, True, torch.zeros(1, dtype=torch.float64))
     diagonal = Gram.zeros(groups, width, False, torch.zeros(1, dtype=torch.float64))
     expected = torch.zeros(groups, width, width, dtype=torch.float64)
     for part in (slice(None), slice(1, 2), slice(0, 1)):
-        rows = torch.randn(len(range(groups)[part]), 5, size, generator=generator, dtype=torch.float64)
+        rows = torch.randn(len(range(groups)[part]), count, size, generator=generator, dtype=torch.float64)
         whole = torch.cat([rows, torch.ones(*rows.shape[:2], 1, dtype=rows.dtype)], 2) if bias else rows
         expected[part] += whole.mT @ whole
         found.add_rows(rows, part, bias)

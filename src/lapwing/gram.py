@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BLOCK = 256  # rows of a block; smaller ones lose more in overhead than symmetry gains
+_BLOCK = 128  # rows of a block; smaller ones, or twice as large ones of fewer vectors, lose more than symmetry gains
 
 
 class Gram:
@@ -64,7 +64,8 @@ class Gram:
                 self._sums[groups, width] += rows.shape[1]
             return
         sums = self._sums[groups]
-        step = _BLOCK if width >= 2 * _BLOCK else width
+        step = _BLOCK if rows.shape[1] >= _BLOCK else 2 * _BLOCK
+        step = step if width >= 2 * step else width
         for start in range(0, width, step):
             stop = min(start + step, width)
             sums[:, start:stop, start:width].baddbmm_(rows[:, :, start:stop].mT, rows[:, :, start:])
