@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import reduce
 from typing import Any
 
 import pytest
@@ -11,49 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import InputError, Laplace
-from lapwing.tape import Tape
 from tests import networks
-
-
-@pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many examples each recorded pass has."""
-    seen: list[int] = []
-    run = Tape.run
-
-    def counted(self: Tape, inputs: Any, create_graph: bool = False) -> Any:
-        record = run(self, inputs, create_graph)
-        seen.append(record.examples)
-        return record
-
-    monkeypatch.setattr(Tape, "run", counted)
-    return seen
+from tests.sums import check_same
 
 
 def batches(network: str, *sizes: int) -> list[Any]:
     count = sum(sizes)
     return networks.batches(networks.inputs(network, count), networks.targets("classification", count), *sizes)
-
-
-def check_same(model: nn.Module, data: list[Any], structure: str = "kron", **options: Any) -> Laplace:
-    """A fit is the sum of the fits of its batches, draw by draw."""
-    whole = Laplace(model, "classification", structure, **options)
-    whole.fit(data, generator=torch.Generator().manual_seed(3))
-    generator = torch.Generator().manual_seed(3)
-    alone = [Laplace(model, "classification", structure, **options).fit([batch], generator=generator) for batch in data]
-    sums = reduce(Laplace.merge, alone)
-    for own, expected in zip(whole.curvature.blocks, sums.curvature.blocks, strict=True):
-        for name, tensor in expected.accumulator.tensors().items():
-            if name == "counts":  # bounds on ranks
-                continue
-            found = own.accumulator.tensors()[name]
-            torch.testing.assert_close(found, tensor, rtol=1e-9, atol=1e-11 * float(tensor.abs().max() + 1), msg=name)
-    for name, slope in sums.curvature.gradient.items():
-        torch.testing.assert_close(whole.curvature.gradient[name], slope, rtol=1e-9, atol=1e-11, msg=name)
-    assert whole.curvature.statistics.examples == sums.curvature.statistics.examples
-    assert whole.curvature.statistics.log_likelihood == pytest.approx(sums.curvature.statistics.log_likelihood)
-    assert whole.curvature.dropped == pytest.approx(sums.curvature.dropped, rel=1e-9, abs=1e-15)
-    return whole
 
 
 @pytest.mark.parametrize("network", ["mlp", "cnn", "attention", "tied-embedding", "gru", "norms", "batchnorm"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,14 @@ class Inputs:
         found = self.tensors()
         return bool(found) and all(tensor.dim() > 0 and tensor.shape[0] == examples for tensor in found)
 
+    def form(self, examples: int) -> Hashable:
+        """What inputs must have in common to make one batch; None where one is not divided into examples."""
+        leaves, spec = tree_flatten((self.args, self.kwargs))
+        if not self.all_batched(examples) or not all(_joins(leaf) for leaf in leaves):
+            return None
+        each = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves]
+        return repr(spec), tuple(each)
+
     def split(self, examples: int) -> SplitInputs:
         """Tell the leaves that have an example axis (dimension 0 of size `examples`) from the rest."""
         leaves, spec = tree_flatten((self.args, self.kwargs))
@@ -125,6 +133,11 @@ class SplitInputs:
         args, kwargs = tree_unflatten(leaves, self.spec)
         return Inputs(args, kwargs)
 
+    def beside(self, others: Sequence[SplitInputs]) -> Inputs:
+        """The examples of others of one form after one's own."""
+        leaves = zip(*(inputs.examples() for inputs in (self, *others)), strict=True)
+        return self.join([torch.cat(leaf) for leaf in leaves])
+
     def pick(self, examples: Tensor) -> Inputs:
         """The inputs of the examples with these indices, `[M]`."""
         return self.join([leaf[examples.to(leaf.device)] for leaf in self.examples()])
@@ -132,6 +145,12 @@ class SplitInputs:
     def part(self, start: int, stop: int) -> Inputs:
         """The inputs of examples `start` to `stop`."""
         return self.join([leaf[start:stop] for leaf in self.examples()])
+
+
+def _joins(leaf: Any) -> bool:
+    """Whether a leaf is a tensor without peculiarities, or an option."""
+    plain = type(leaf) is Tensor and leaf.layout == torch.strided
+    return plain or isinstance(leaf, bool | int | float | str | None)
 
 
 def asked(x: Any, device: torch.device) -> Inputs:

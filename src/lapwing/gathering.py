@@ -8,11 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from lapwing.batches import Inputs, check_targets
 from lapwing.tape import MixedExamplesError, Record, Tape, agree
@@ -152,26 +150,13 @@ class Gathering:
 
 
 def _joined(batches: list[Batch]) -> Batch:
-    split = [batch.inputs.split(len(batch.targets)) for batch in batches]
-    leaves = zip(*(inputs.examples() for inputs in split), strict=True)
+    first, *others = (batch.inputs.split(len(batch.targets)) for batch in batches)
     targets = torch.cat([batch.targets for batch in batches])
-    parts = tuple(part for batch in batches for part in batch.parts)
-    return Batch(split[0].join([torch.cat(leaf) for leaf in leaves]), targets, parts)
+    return Batch(first.beside(others), targets, tuple(part for batch in batches for part in batch.parts))
 
 
 def _form(batch: Batch) -> Hashable:
     """What batches must have in common to be one; None where an input is not divided into examples."""
-    count = len(batch.targets) if batch.targets.dim() else 0
-    if not count or not batch.inputs.all_batched(count):
-        return None
-    leaves, spec = tree_flatten((batch.inputs.args, batch.inputs.kwargs))
-    if not all(_joins(leaf) for leaf in leaves):
-        return None
-    forms = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves]
-    return repr(spec), tuple(forms), batch.targets.shape[1:], batch.targets.dtype
-
-
-def _joins(leaf: Any) -> bool:
-    """Whether a leaf is a tensor without peculiarities, or an option."""
-    plain = type(leaf) is Tensor and leaf.layout == torch.strided
-    return plain or isinstance(leaf, bool | int | float | str | None)
+    targets = batch.targets
+    form = batch.inputs.form(len(targets)) if targets.dim() and len(targets) else None
+    return None if form is None else (form, targets.shape[1:], targets.dtype)

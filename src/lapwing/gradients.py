@@ -246,14 +246,15 @@ def total(gradients: Gradients, budget: int) -> Tensor:
         whole = [gradients.whole(part, values) for part, values in zip(gradients.parts, wide, strict=True)]
         return torch.stack(whole).sum(0).flatten(1)
     each = gradients.inputs.part(0, 1).numel()
-    sums = []
+    sums: Tensor | None = None
     for start, stop in parts(gradients, each, budget // 4):
         a, g = gradients.inputs.part(start, stop), gradients.g[:, start:stop]
         weight = torch.einsum("knqro,nqri->kqoi", g, a.to(g.dtype))
         if gradients.inputs.bias:
             weight = torch.cat([weight, g.sum((1, 3)).unsqueeze(-1)], dim=-1)
-        sums.append(weight.flatten(1))
-    return torch.stack(sums).sum(0)
+        sums = weight.flatten(1) if sums is None else sums + weight.flatten(1)
+    assert sums is not None
+    return sums
 
 
 def rows_at(gradients: Gradients, elements: Tensor, size: int, budget: int) -> Tensor:

@@ -57,7 +57,9 @@ def rows_of(record: Record, layer: Layer, index: int, gradient: Tensor) -> Tenso
     rows = rule.rows(call, gradient.to(record.dtype), axis, record.examples)
     if call.entries is not None:
         return functional.pad(rows, (call.entries.start, layer.size - call.entries.stop))
-    names = [name for name in (call.weight, call.bias) if name is not None]
+    names = tuple(name for name in (call.weight, call.bias) if name is not None)
+    if names == layer.parameters:
+        return rows
     parts = dict(zip(names, rows.split([record.parameters[name].numel() for name in names], dim=2), strict=True))
     return torch.cat([parts[name] for name in layer.parameters], dim=2)
 

@@ -72,6 +72,11 @@ def choose(layers: tuple[Layer, ...], elements: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([layer.pack(masks) for layer in layers]).nonzero().squeeze(1)
 
 
+def update(block: Block, gradients: Gradients) -> None:
+    """Add gradients to a block: what curvatures do with those that are delivered."""
+    block.accumulator.update(gradients)
+
+
 def deliver(
     record: Record,
     columns: Columns,

@@ -14,7 +14,7 @@ from lapwing.batches import Unpack, read
 from lapwing.columns import Columns, given, side_by_side
 from lapwing.curvature import lowrank
 from lapwing.curvature.accumulator import sum_dtype
-from lapwing.curvature.blocks import Block, choose, deliver
+from lapwing.curvature.blocks import Block, choose, deliver, update
 from lapwing.curvature.compaction import as_columns, rank
 from lapwing.curvature.curvature import Curvature, Traces
 from lapwing.curvature.diagonal import DiagonalAccumulator
@@ -22,6 +22,7 @@ from lapwing.curvature.hessian import add_hessian
 from lapwing.curvature.kfra import add_kfra
 from lapwing.curvature.kinds import RANDOM, check_count, columns, output_gradient
 from lapwing.curvature.kronecker import KroneckerAccumulator
+from lapwing.curvature.leftovers import Leftovers
 from lapwing.curvature.structures import StructureOptions, arrange, build, group
 from lapwing.curvature.tied import TiedAccumulator
 from lapwing.errors import InputError
@@ -63,6 +64,7 @@ class Fit:
                 "augmented data. Pass one augmented copy as data, or use another structure."
             )
         statistics, slopes, blocks, traces = Statistics(), dict[str, Tensor](), tuple[Block, ...](), Traces()
+        leftovers = Leftovers()
         for record, batch in self._batches(tape, loader, passes, f"fit {self.structure}", self.structure == "diag"):
             if not blocks:
                 blocks = self._blocks(tape)
@@ -70,7 +72,8 @@ class Fit:
             if self.structure == "lowrank":
                 self._add_slope(record, batch.targets, slopes)
             else:
-                traces += self._add(record, batch, blocks, generator, slopes)
+                traces += self._add(record, batch, blocks, leftovers, generator, slopes)
+        leftovers.flush(tape, blocks)
         if not blocks:
             raise InputError("The loader is empty: it yielded no batch, so there is nothing to fit.")
         if self.structure == "ekfac":
@@ -111,6 +114,7 @@ class Fit:
         record: Record,
         batch: Batch,
         blocks: tuple[Block, ...],
+        leftovers: Leftovers,
         generator: torch.Generator | None,
         slopes: dict[str, Tensor] | None = None,
     ) -> Traces:
@@ -137,7 +141,7 @@ class Fit:
         whole = self.kind != "kfra" and all(len(block.layers) == 1 and block.chosen is None for block in blocks)
         shared = slopes is not None and not ranked and whole
         if slopes is not None and shared and self.kind == "fisher" and vectors.count == 1:
-            self._add_sampled(record, targets, vectors, blocks, slopes)
+            self._add_sampled(record, targets, vectors, blocks, leftovers, slopes)
             return Traces()
         slope = None if slopes is None or not shared or vectors.slope is None else Slope(slopes, vectors.slope)
         if slope is None:
@@ -145,9 +149,9 @@ class Fit:
         if blocks:
             check_count(self.kind, vectors.count, record.outputs, self.max_columns)
         if ranked:
-            return self._add_ranked(record, vectors, blocks, batch.sizes)
+            return self._add_ranked(record, vectors, blocks, leftovers, batch.sizes)
         if blocks:
-            deliver(record, vectors, blocks, _update, self._at_once(record, vectors, blocks), slope)
+            deliver(record, vectors, blocks, update, self._at_once(record, vectors, blocks), slope)
         return Traces()
 
     def _columns(self, record: Record, batch: Batch, generator: torch.Generator | None) -> Columns:
@@ -213,47 +217,47 @@ class Fit:
         targets: Tensor,
         vectors: Columns,
         blocks: tuple[Block, ...],
+        leftovers: Leftovers,
         slopes: dict[str, Tensor],
     ) -> None:
         """One draw per example. Where it drew the label itself, as trained networks mostly do, its column is the
-        gradient; the other examples are run alone.
+        gradient; the other examples are left over.
         """
         drawn, own = vectors.part(0, 1)[0], output_gradient(self.likelihood, record.outputs, targets)
         gap = (drawn - own).flatten(1).abs().amax(1)
         same = gap <= 64 * torch.finfo(own.dtype).eps * drawn.flatten(1).abs().amax(1)
         others = (~same).nonzero().squeeze(1)
-        alone = record.of(others) if 0 < 2 * len(others) <= len(same) else None
-        if len(others) and alone is None:
+        if 2 * len(others) > len(same) or not leftovers.add(record, others, drawn[others], blocks):
             self._add_slope(record, targets, slopes)
-            deliver(record, vectors, blocks, _update)
+            deliver(record, vectors, blocks, update)
             return
-        slope = Slope(slopes)
-        counted = None if not len(others) else same
 
-        def update(block: Block, gradients: Gradients) -> None:
-            block.accumulator.update(gradients if counted is None else weighed(gradients, counted))
+        def update_same(block: Block, gradients: Gradients) -> None:
+            update(block, weighed(gradients, same) if len(others) else gradients)
 
-        deliver(record, given(own.unsqueeze(0)), blocks, update, slope=slope)
-        if alone is not None:
-            deliver(alone, given(drawn[others].unsqueeze(0)), blocks, _update)
+        deliver(record, given(own.unsqueeze(0)), blocks, update_same, slope=Slope(slopes))
 
-    def _add_ranked(self, record: Record, vectors: Columns, blocks: tuple[Block, ...], sizes: Sequence[int]) -> Traces:
+    def _add_ranked(
+        self,
+        record: Record,
+        vectors: Columns,
+        blocks: tuple[Block, ...],
+        leftovers: Leftovers,
+        sizes: Sequence[int],
+    ) -> Traces:
         """The largest columns on the batch as it is, what is left of them on a batch of their examples alone."""
         ranked = rank(vectors, self.rank_tolerance, sizes)
         whole = ranked.whole_batches()
         if whole:
-            deliver(record, as_columns(ranked.columns[:whole], record.outputs), blocks, _update)
+            deliver(record, as_columns(ranked.columns[:whole], record.outputs), blocks, update)
         examples, left = ranked.left_over(whole)
-        for start in range(0, len(examples), record.examples):
-            part = slice(start, start + record.examples)
-            compacted = record.of(examples[part])
-            if compacted is None:
-                raise InputError(
-                    "Some examples of a batch on their own give other outputs than within it, so it cannot be made "
-                    "smaller: an input without example axis is as long as the batch, or examples interact. "
-                    "Use rank_tolerance=0."
-                )
-            deliver(compacted, as_columns(left[part].unsqueeze(0), compacted.outputs), blocks, _update)
+        left = left.reshape(-1, *record.outputs.shape[1:]).to(record.outputs.dtype)
+        if not leftovers.add(record, examples, left, blocks):
+            raise InputError(
+                "Some examples of a batch on their own give other outputs than within it, so it cannot be made "
+                "smaller: an input without example axis is as long as the batch, or examples interact. "
+                "Use rank_tolerance=0."
+            )
         return Traces(ranked.dropped, ranked.total)
 
     def _second_phase(
@@ -272,8 +276,10 @@ class Fit:
             for block in blocks
         )
         targets_of = tuple(block for block in refined if block.accumulator.kind == "ekfac")
+        leftovers = Leftovers()
         for record, batch in self._batches(tape, loader, passes, "fit ekfac, second pass", several=True):
-            self._add(record, batch, targets_of, generator)
+            self._add(record, batch, targets_of, leftovers, generator)
+        leftovers.flush(tape, targets_of)
         return refined
 
 
@@ -287,10 +293,6 @@ def _by_parameter(tape: Tape, slopes: dict[str, Tensor]) -> dict[str, Tensor]:
             packed = torch.zeros(layer.size, dtype=sum_dtype(like.dtype), device=like.device)
         found |= layer.unpack(packed)
     return {name: found[name] for name in tape.parameters}
-
-
-def _update(block: Block, gradients: Gradients) -> None:
-    block.accumulator.update(gradients)
 
 
 def _eigen(factors: KroneckerAccumulator | TiedAccumulator, budget: int) -> DiagonalAccumulator:

@@ -81,8 +81,9 @@ class KroneckerAccumulator:
 
     def _observe(self, use: UseInputs, examples: int, bias: bool) -> None:
         groups = slice(None) if use.groups is None else slice(use.groups.start, use.groups.stop)
-        first = use.read(slice(0, 1))  # says how much memory one example takes
-        step = max(1, math.floor(self.budget / (4 * first.numel() * first.element_size())))
+        one = use.read_images(slice(0, 1))
+        sizes = one.patches if one is not None else use.read(slice(0, 1)).shape[1:]  # of one example
+        step = max(1, math.floor(self.budget / (4 * math.prod(sizes) * self.input_sum.dtype.itemsize)))
         for start in range(0, examples, step):
             part = slice(start, min(start + step, examples))
             images = use.read_images(part) if self.input_sum.dense and not self.reduce else None
@@ -91,7 +92,7 @@ class KroneckerAccumulator:
             a = use.read(part)
             a = a.mean(2, keepdim=True) if self.reduce else a
             self.input_sum.add_rows(a.transpose(0, 1).flatten(1, 2), groups, bias)
-        count = examples * (1 if self.reduce else first.shape[2])
+        count = examples * (1 if self.reduce else sizes[1])
         self.positions[groups] += count
         self.terms = (self.terms[0] + count, self.terms[1])
 

@@ -151,3 +151,9 @@ class Images:
     window: Window
     x: Tensor
     groups: int
+
+    @property
+    def patches(self) -> tuple[int, int, int]:
+        """Sizes [Q, B·positions, I] of their patches."""
+        inputs = self.x.shape[1] // self.groups * prod(self.window.kernel)
+        return self.groups, len(self.x) * prod(self.window.positions(self.x.shape[2:])), inputs
