@@ -341,10 +341,13 @@ def test_factors_are_positive_semi_definite(network: str, residual: str) -> None
 
 
 def test_no_vector_is_backpropagated(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any) -> None:
-        raise AssertionError("a backward pass of columns")
+    sweep = Record.sweep
 
-    monkeypatch.setattr(Record, "grad", refuse)
+    def refuse(self: Record, columns: Any, consume: Any, *others: Any) -> None:
+        assert consume is None, "a backward pass of columns"  # that of the gradient of the data is not
+        sweep(self, columns, consume, *others)
+
+    monkeypatch.setattr(Record, "sweep", refuse)
     fit(make("residual"), data("classification", 4, 2), max_columns=1)
 
 

@@ -143,15 +143,22 @@ def _matrix(la: Laplace) -> Tensor:
 
 
 def _passes(monkeypatch: pytest.MonkeyPatch, fit: Callable[[], Any]) -> int:
-    """How many vectors are backpropagated to the layers."""
-    count, original = 0, Record.grad
+    """How many vectors are backpropagated to the layers, the gradient of the data apart."""
+    count, grad, sweep = 0, Record.grad, Record.sweep
+    for_curvature = False
+
+    def swept(self: Record, columns: Any, consume: Any, *others: Any) -> None:
+        nonlocal for_curvature
+        for_curvature = consume is not None
+        sweep(self, columns, consume, *others)
 
     def counting(self: Record, edges: Any, vectors: Tensor, batched: bool) -> Any:
         nonlocal count
-        count += len(vectors) if batched else 1
-        return original(self, edges, vectors, batched)
+        count += (len(vectors) if batched else 1) * for_curvature
+        return grad(self, edges, vectors, batched)
 
     with monkeypatch.context() as patch:
+        patch.setattr(Record, "sweep", swept)
         patch.setattr(Record, "grad", counting)
         fit()
     return count
