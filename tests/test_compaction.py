@@ -114,20 +114,25 @@ def test_refuses_other_tolerances(tolerance: float) -> None:
         Laplace(networks.make("mlp"), "classification", curvature="fisher", rank_tolerance=0.1)
 
 
-def test_an_input_as_long_as_the_batch_that_has_no_examples_is_an_error() -> None:
+def test_an_input_as_long_as_the_batch_that_has_no_examples() -> None:
+    """Its examples cannot be run without the others, so that columns go through the whole batch."""
+
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(3, 3)
 
-        def forward(self, x: Tensor, table: Tensor) -> Tensor:
-            return self.linear(x) * table.sum()
+        def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
+            return self.linear(x) * (8 if table is None else table.sum())
 
     x, y = networks.inputs("mlp", 8), networks.targets("classification", 8)
     x = x * torch.logspace(0, 2, 8, dtype=x.dtype).unsqueeze(1)
-    la = Laplace(Shared().double(), "classification", rank_tolerance=0.2)
-    with pytest.raises(ValueError, match="rank_tolerance=0"):
-        la.fit([(x, torch.ones(8, dtype=x.dtype), y)])
+    model = Shared().double()
+    expected = Laplace(model, "classification", "full", rank_tolerance=0.2).fit([(x, y)])
+    found = Laplace(model, "classification", "full", rank_tolerance=0.2).fit([(x, torch.ones(8, dtype=x.dtype), y)])
+    assert found.curvature.dropped == pytest.approx(expected.curvature.dropped, rel=1e-9)
+    matrices = [la.curvature.blocks[0].accumulator.matrix() for la in (found, expected)]
+    torch.testing.assert_close(*matrices, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize(("examples", "tolerance"), [(3, 0.6), (100, 0.2)])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lapwing import InputError, Laplace
+from lapwing import Categorical, InputError, Laplace
+from lapwing.curvature import leftovers
 from tests import networks
 from tests.sums import check_same
 
@@ -60,24 +62,41 @@ def test_batches_of_other_forms_stay_apart(options: dict[str, Any]) -> None:
     check_same(model, data, memory_budget=FEW, **options)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["fisher", "ranked"])
-def test_no_other_blocks_in_the_second_phase(options: dict[str, Any]) -> None:
-    """The trace of the second phase of ekfac is that of diag; the blocks of its first phase stay as they were."""
+def test_no_other_blocks_in_the_second_phase() -> None:
+    """The trace of the second phase of ekfac is that of diag."""
     model, data = problem(*[(12, 4)] * 4)
-    if "curvature" in options:
-        options = options | {"curvature": "empirical"}  # the same columns in both phases
-    found = Laplace(model, "classification", "ekfac", memory_budget=FEW, **options).fit(data).curvature
-    expected = Laplace(model, "classification", "diag", memory_budget=FEW, **options).fit(data).curvature
+    found = Laplace(model, "classification", "ekfac", memory_budget=FEW, rank_tolerance=0.1).fit(data).curvature
+    expected = Laplace(model, "classification", "diag", memory_budget=FEW, rank_tolerance=0.1).fit(data).curvature
     for own, diagonal in zip(found.blocks, expected.blocks, strict=True):
         trace = float(diagonal.accumulator.matrix().trace())
         assert float(own.accumulator.matrix().trace()) == pytest.approx(trace, rel=1e-9)
 
 
+def test_no_more_together_than_in_a_batch(passes: list[int]) -> None:
+    model, data = problem(*[(20, 5)] * 40)
+    Laplace(model, "classification", memory_budget=FEW, rank_tolerance=0.1).fit(data)
+    others = [size for size in passes if size not in (20, 2)]
+    assert max(passes) == 20
+    assert 4 < len(others) < 20
+
+
 class Branching(Sure):
-    """Goes another way where a batch is small, on average."""
+    """Goes another way where numbers are large, on average."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.abs().mean() > 0.5 else super().forward(2 * x)
+        return super().forward(x) if bool(x.abs().mean() < 2) else super().forward(x / 8)
+
+
+class Trimmed(nn.Module):
+    """A class for every word, up to the last of the longest row of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(20, 4), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = 8 * self.head(torch.tanh(self.words(ids[:, ids.ne(0).any(0)])))
+        return out
 
 
 class Masked(Sure):
@@ -87,18 +106,62 @@ class Masked(Sure):
         return super().forward(x) * (1 if table is None else table.flip(0).reshape(-1, 1))
 
 
-def test_networks_that_look_at_the_whole_batch() -> None:
-    model, data = problem(*[(8, 4)] * 5, model=Branching())
-    data = [(x * scale, y) for (x, y), scale in zip(data, (1.0, 0.1, 1.0, 0.3, 1.0), strict=True)]
+def test_a_network_that_looks_at_the_whole_batch() -> None:
+    model, data = problem(*[(20, 4)] * 7, model=Branching())
+    data = [(x * scale, y) for (x, y), scale in zip(data, (1.0, 1.0, 4.0, 1.0, 4.0, 1.0, 4.0), strict=True)]
     check_same(model, data, memory_budget=FEW, curvature="fisher")
 
 
-def test_examples_that_cannot_leave_their_batch() -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_as_long_as_the_longest_of_their_batch(seed: int) -> None:
+    """What fails together, or comes out otherwise, is run with its batch once more."""
+    torch.manual_seed(seed)
+    model, data = Trimmed().double().eval(), []
+    for _ in range(8):
+        ids = torch.randint(1, 20, (12, 7))
+        ids[torch.arange(7) >= torch.randint(3, 8, (12, 1))] = 0
+        data.append((ids, model(ids).argmax(2)))
+    likelihood = Categorical(dim=2)
+    whole = Laplace(model, likelihood, curvature="fisher", memory_budget=FEW)
+    whole.fit(data, generator=torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(3)
+    apart = [Laplace(model, likelihood, curvature="fisher").fit([one], generator=generator) for one in data]
+    sums = reduce(Laplace.merge, apart)
+    for own, expected in zip(whole.curvature.blocks, sums.curvature.blocks, strict=True):
+        torch.testing.assert_close(own.accumulator.matrix(), expected.accumulator.matrix(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["fisher", "ranked"])
+def test_what_fails_together_is_run_with_its_batch(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "_together", lambda tape, kept: None)
+    model, data = problem((20, 5), (20, 5), (12, 5), (20, 5))
+    check_same(model, data, memory_budget=FEW, **options)
+
+
+def test_small_outputs_of_a_large_batch(passes: list[int]) -> None:
+    """What is left over are the examples with the smallest outputs: rounding is that of the batch."""
+    torch.manual_seed(0)
+    head = nn.Linear(256, 1, bias=False)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), head)
+    with torch.no_grad():
+        head.weight.mul_(1e3)
+    for seed in range(10):
+        data = []
+        for _ in range(6):
+            x = torch.randn(64, 64)
+            x[5] *= 1e-6
+            data.append((x, (model(x) > 0).float()))
+        Laplace(model, "binary", curvature="fisher", memory_budget=FEW).fit(
+            data, generator=torch.Generator().manual_seed(seed)
+        )
+    assert passes.count(64) == 60  # no batch was run once more
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["fisher", "ranked"])
+def test_examples_that_cannot_leave_their_batch(options: dict[str, Any]) -> None:
     model, data = problem(*[(8, 4)] * 3, model=Masked())
     masked = [(x, torch.linspace(0.5, 1.5, 8, dtype=x.dtype), y) for x, y in data]
-    check_same(model, masked, memory_budget=FEW, curvature="fisher")
-    with pytest.raises(InputError, match="rank_tolerance=0"):
-        Laplace(model, "classification", rank_tolerance=0.1, memory_budget=FEW).fit(masked)
+    check_same(model, masked, memory_budget=FEW, **options)
 
 
 class Counting(Sure):
@@ -117,7 +180,7 @@ def test_other_outputs_than_before_are_an_error() -> None:
     counting = Counting()
     model, data = problem(*[(20, 5)] * 6, model=counting)
     counting.calls = 0
-    with pytest.raises(InputError, match="Examples must be independent"):
+    with pytest.raises(InputError, match="run once more gives other outputs"):
         Laplace(model, "classification", "kron", "fisher", memory_budget=FEW).fit(
             data, generator=torch.Generator().manual_seed(3)
         )

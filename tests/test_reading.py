@@ -12,10 +12,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lapwing import InputError, Laplace, probe
+from lapwing.batches import Inputs
 from lapwing.curvature.diagonal import DiagonalAccumulator
 from lapwing.gradients import Gradients
+from lapwing.layers import window as window_module
 from lapwing.layers.window import Window
-from lapwing.tape import Record
+from lapwing.tape import Record, Tape
 from tests import networks, oracles
 
 STRUCTURES = ["diag", "full", "ekfac", "block"]
@@ -432,7 +434,7 @@ def test_convolutions_of_one_position(kernel: int) -> None:
     ],
 )
 def test_small_images_under_large_kernels(
-    convolution: nn.Module, norm: nn.Module, size: tuple[int, ...], inside: bool
+    convolution: nn.Module, norm: nn.Module, size: tuple[int, ...], inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Computed as matrix products; batch norms as a scale and a shift, changed in place afterwards."""
 
@@ -454,6 +456,7 @@ def test_small_images_under_large_kernels(
     torch.manual_seed(0)
     model = Small().double()
     x = torch.randn(6, 2, *size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    monkeypatch.setattr(window_module, "_MANY", 1)
     la = check(model, [(x, labels(6))], "block")
     assert "fallback" not in set(paths(la).values())
     torch.testing.assert_close(la.latent(x).mean, model.eval()(x).detach(), rtol=1e-12, atol=1e-13)
@@ -469,21 +472,151 @@ def test_small_images_under_large_kernels(
         (Window((3,), (1,), (2,), (2,), (2,)), (3,), False),
         (Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), (4, 4), False),
         (Window((7, 7), (1, 1), (1, 1), (3, 3), (3, 3)), (4, 4), False),  # all is seen, but the matrix is large
+        (Window((101,), (1,), (1,), (50,), (50,)), (51,), False),
+        (Window((9000,), (1,), (1,), (0,), (0,)), (9000,), True),  # without a matrix between its entries
     ],
 )
 def test_a_convolution_as_a_matrix(window: Window, space: tuple[int, ...], seen: bool) -> None:
     torch.manual_seed(0)
-    x = torch.randn(5, 2, *space, dtype=torch.float64)
+    x = torch.randn(130, 2, *space, dtype=torch.float64)
     w = torch.randn(3, 2, *window.kernel, dtype=torch.float64, requires_grad=True)
     function = (functional.conv1d, functional.conv2d)[window.dimensions - 1]
     output = function(x, w, None, window.stride, window.before, window.dilation)
     g = torch.randn_like(output)
     (expected,) = torch.autograd.grad(output, w, g)
-    matrix = window.matrix(w, x.shape[2:], 1)
+    matrix = window.matrix(w, x.shape, 1)
     assert (matrix is not None) == seen
     if matrix is not None:
         torch.testing.assert_close((x.flatten(1) @ matrix.T).reshape(output.shape), output)
     torch.testing.assert_close(window.weight_gradient(x, g, 1), expected)
+
+
+class Normed(nn.Module):
+    def __init__(self, training: bool) -> None:
+        super().__init__()
+        self.mix, self.norm, self.head, self.own = nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), training
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        hidden = functional.batch_norm(
+            self.mix(x), norm.running_mean, norm.running_var, norm.weight, norm.bias, training=self.own, momentum=0.0
+        )
+        out: Tensor = self.head(hidden.tanh().mean(2))
+        return out
+
+
+def test_batch_norms_with_running_statistics_scale_and_shift() -> None:
+    """With those of the batch examples interact; half precision is torch's own."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 2, 5, dtype=torch.float64)
+    model = Normed(training=False).double()
+    parameters = dict(model.named_parameters())
+    names = {child.name() for child in _behind(Tape(model, parameters).run(Inputs((x,), {})).outputs.grad_fn)}
+    assert "AddcmulBackward0" in names
+    assert "NativeBatchNormBackward0" not in names
+    check(model, [(x, labels(6))], "block")
+    with pytest.raises(InputError, match="Examples must be independent"):
+        Laplace(Normed(training=True).double(), "classification").fit([(x, labels(6))])
+    half = Normed(training=False).half()
+    for buffer in half.norm.buffers():
+        buffer.add_(10)
+    outputs = Tape(half, dict(half.named_parameters())).run(Inputs((x.half(),), {})).outputs
+    assert torch.equal(outputs, half(x.half()))
+
+
+def _behind(node: Any) -> set[Any]:
+    """All nodes of a graph."""
+    found, stack = set(), [node]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            stack.extend(child for child, _ in node.next_functions)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("structure", "options"),
+    [
+        ("block", {"curvature": "hessian", "prior": 50.0}),
+        ("kron", {"rank_tolerance": 0.1}),
+        ("lowrank", {}),
+        ("kron", {}),
+    ],
+)
+def test_a_weight_that_later_batches_also_use_by_hand(structure: str, options: dict[str, Any]) -> None:
+    """What its layer does not see of it is not missed: such a batch is looked at again, and must come first."""
+
+    class Wandering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, by_hand: bool | None = None) -> Tensor:
+            hidden = self.a(x) if by_hand is None else self.a(x) + x @ (self.a.weight**2).T
+            out: Tensor = self.head(hidden.tanh())
+            return out
+
+    torch.manual_seed(0)
+    model = Wandering().double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    data: list[Any] = [{"x": x, "labels": labels(6)}, {"x": x, "by_hand": True, "labels": labels(6)}]
+    la = Laplace(model, "classification", structure, progress=False, **options)
+    with pytest.raises(InputError, match="Show a batch like this"):
+        la.fit(data)
+    la.fit(data[::-1])
+    outputs = torch.cat([model(x), model(x, True)])
+    total = -functional.cross_entropy(outputs, torch.cat([labels(6), labels(6)]), reduction="sum")
+    for (name, found), expected in zip(
+        la.curvature.gradient.items(), torch.autograd.grad(total, list(model.parameters())), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_complex_parameters_are_refused_by_name() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn, self.gain = nn.Parameter(torch.randn(3, dtype=torch.complex128)), nn.Parameter(torch.ones(3))
+            self.head = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head((torch.complex(x, x.square()) * self.gain * self.turn).abs())
+            return out
+
+    torch.manual_seed(0)
+    model, x = Turned().double(), torch.randn(6, 3, dtype=torch.float64)
+    with pytest.raises(InputError, match=r"'turn' is complex.*requires_grad=False"):
+        Laplace(model, "classification").fit([(x, labels(6))])
+    model.turn.requires_grad_(False)
+    check(model, [(x, labels(6))], "block")
+
+
+def test_operations_that_hand_no_gradient_on() -> None:
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> None:
+            return None
+
+    class Stopped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.second(x) + Stop.apply(self.first(x))  # type: ignore[no-untyped-call]
+            return out
+
+    torch.manual_seed(0)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    la = Laplace(Stopped().double(), "classification", "block").fit([(x, labels(6))])
+    matrices = {block.name: block.accumulator.matrix() for block in la.curvature.blocks}
+    assert float(matrices["first"].abs().max()) == 0
+    assert float(matrices["second"].abs().max()) > 0
 
 
 class Places(nn.Module):

@@ -70,8 +70,8 @@ class Delivery:
                 found = list(self.record.grad([self.record.uses[i].edge for i in edges], column, batched=False))
                 for i in reversed(edges):  # popped, so that none outlives its use
                     gradient = found.pop()
-                    if i in kept and gradient is not None:
-                        kept[i].append(gradient)
+                    if i in kept:  # an operation may hand no gradient on
+                        kept[i].append(column.new_zeros(self.record.uses[i].output) if gradient is None else gradient)
                     del gradient
         finally:
             self.record.mailbox.listener = None

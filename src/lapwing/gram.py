@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BLOCK = 128  # rows of a block; smaller ones, or twice as large ones of fewer vectors, lose more than symmetry gains
+_BLOCK = 128  # rows of a block, twice as many where there are few vectors: smaller ones lose more than symmetry gains
 
 
 class Gram:

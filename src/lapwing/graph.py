@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +30,14 @@ _REORDERING = {
 @dataclass(frozen=True)
 class Graph:
     """`reached[i]`: the output depends on use i. `frontier`: the uses behind which there is no other,
-    so that a backward pass towards them visits all. `leaves`: identities of the parameters reached.
+    so that a backward pass towards them visits all. `leaves`: the parameters reached, by identity, and how often.
     `reorders`: some operation may have put the examples into an order of its own. `divided`: into which pieces tensors
     were split along their first dimension, as ragged batches are.
     """
 
     reached: tuple[bool, ...]
     frontier: tuple[int, ...]
-    leaves: frozenset[int]
+    leaves: Mapping[int, int]
     batchable: bool
     reorders: bool
     divided: tuple[tuple[int, ...], ...] = ()
@@ -46,7 +47,7 @@ def walk(output: Tensor, edges: list[GradientEdge], stop: object = None) -> Grap
     """Visit the graph behind `output` once, children first, and not beyond the node `stop`."""
     targets = {edge.node for edge in edges}
     behind: dict[Any, bool] = {}
-    leaves: set[int] = set()
+    leaves: Counter[int] = Counter()
     kinds: set[str] = set()
     divided: list[tuple[int, ...]] = []
     stack: list[tuple[Any, bool]] = [(output.grad_fn, False)]
@@ -59,9 +60,8 @@ def walk(output: Tensor, edges: list[GradientEdge], stop: object = None) -> Grap
         if node in behind or node is stop:
             continue
         behind[node] = False
-        if hasattr(node, "variable"):
-            leaves.add(id(node.variable))
-        else:
+        leaves.update(id(child.variable) for child, _ in node.next_functions if hasattr(child, "variable"))
+        if not hasattr(node, "variable"):
             kinds.add(node.name())
             if node.name() == "SplitWithSizesBackward0" and node._saved_dim == 0:
                 divided.append(tuple(node._saved_split_sizes))
@@ -69,7 +69,7 @@ def walk(output: Tensor, edges: list[GradientEdge], stop: object = None) -> Grap
         stack.extend((child, False) for child, _ in node.next_functions if child and child not in behind)
     reached = tuple(edge.node in behind for edge in edges)
     frontier = tuple(i for i, edge in enumerate(edges) if reached[i] and not behind[edge.node])
-    return Graph(reached, frontier, frozenset(leaves), kinds <= _BATCHABLE, bool(kinds & _REORDERING), tuple(divided))
+    return Graph(reached, frontier, leaves, kinds <= _BATCHABLE, bool(kinds & _REORDERING), tuple(divided))
 
 
 _PRODUCTS = ("mm", "Mv", "mv", "Convolution", "Rnn", "MkldnnLinear")  # parts of the names of products with a matrix

@@ -36,7 +36,7 @@ from lapwing.subnetwork import Subnetwork
 from lapwing.summary import summarize
 from lapwing.tape import Tape
 from lapwing.tuning import Groups, Tuning, tune
-from lapwing.weights import LAST_LAYER, Weights, last_layer, select, unwrap
+from lapwing.weights import LAST_LAYER, Weights, last_layer, refuse_complex, select, unwrap
 
 _CROSS = 64  # examples at once, at least, of the larger of two batches whose covariance is wanted
 
@@ -212,6 +212,7 @@ class Laplace:
                 loader, first = peek(loader)
                 names = last_layer(self._tape(chosen), first, self.unpack)
                 chosen = {name: chosen[name] for name in names}
+            refuse_complex(chosen)
             with self._borrow(chosen):
                 tape = self._tape(chosen)
                 curvature = Fit(

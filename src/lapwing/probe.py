@@ -175,7 +175,8 @@ def _largest(values: Tensor) -> float:
     """The largest size of an entry; NaN where there is one."""
     if not values.numel():
         return 0.0
-    lowest, highest = dense(values.detach()).aminmax()
+    values = dense(values.detach())
+    lowest, highest = (values.abs() if values.is_complex() else values).aminmax()
     return float(torch.maximum(-lowest, highest))
 
 
@@ -213,6 +214,8 @@ def _find(use: Use, plain: Tensor | None, scaled: Tensor | None, scale: Tensor) 
         if shape[dimension] > 0 and shape[dimension] % examples == 0
         for inner in ((False, True) if shape[dimension] > examples else (False,))
     ]
+    if plain is not None and plain.is_complex():
+        return None, math.inf
     if plain is None or scaled is None or examples == 1 or not _tells(plain):
         return (candidates[0], 0.0) if candidates else (None, math.inf)
     plain, scaled = arrange(plain), arrange(scaled)

@@ -1,4 +1,4 @@
-"""The gradient `Σ_n J_nᵀ ∇_f log p`, from a column that is backpropagated anyway."""
+"""The gradient `Σ_n J_nᵀ ∇_f log p` from one column: its own, or one of the curvature's that has its direction."""
 
 from __future__ import annotations
 

@@ -154,7 +154,8 @@ class Tape:
             for tensor in record.inputs.tensors()
         )
         weights = tuple(use.weight for use in record.uses)
-        return shapes, weights, record.graph.reached, record.graph.divided
+        often = tuple(record.graph.leaves.get(id(value), 0) for value in record.parameters.values())
+        return shapes, weights, often, record.graph.reached, record.graph.divided
 
     def fallback(self, lost: frozenset[str] = frozenset()) -> PerExample:
         """The per-example gradients of all parameters that no rule reads, and of the layers `lost`."""

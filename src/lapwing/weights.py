@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -68,6 +68,16 @@ def _no_match(pattern: str, names: list[str], frozen: bool) -> str:
     near = difflib.get_close_matches(pattern, [*names, "all", LAST_LAYER], n=3, cutoff=0.3)
     hint = f" Nearest: {', '.join(map(repr, near))}." if near else ""
     return f"weights={pattern!r} matches no parameter of the model.{hint} Use 'all', 'last_layer', names or globs."
+
+
+def refuse_complex(parameters: Mapping[str, nn.Parameter]) -> None:
+    """A Gaussian over a complex number is not one over its real and imaginary part."""
+    name = next((name for name, parameter in parameters.items() if parameter.is_complex()), None)
+    if name is not None:
+        raise InputError(
+            f"Parameter {name!r} is complex. Keep its real and imaginary part as two real parameters, or leave it out: "
+            "weights=[...] without it, or requires_grad=False."
+        )
 
 
 def unwrap(model: nn.Module) -> nn.Module:

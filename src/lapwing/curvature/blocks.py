@@ -73,7 +73,7 @@ def choose(layers: tuple[Layer, ...], elements: Mapping[str, Tensor]) -> Tensor:
 
 
 def update(block: Block, gradients: Gradients) -> None:
-    """Add gradients to a block: what curvatures do with those that are delivered."""
+    """Add gradients to a block."""
     block.accumulator.update(gradients)
 
 
@@ -81,11 +81,12 @@ def deliver(
     record: Record,
     columns: Columns,
     blocks: tuple[Block, ...],
-    consume: Callable[[Block, Gradients], None],
+    consume: Callable[[Block, Gradients], None] = update,
     at_once: int | None = None,
     slope: Slope | None = None,
 ) -> None:
-    """Backpropagate `columns` and hand each block the gradients of its own layers.
+    """Backpropagate `columns` and hand each block the gradients of its own layers; they are added to it, unless said
+    otherwise.
 
     A block of several layers gets them side by side as rows; with `at_once`, so many columns together.
     """

@@ -64,16 +64,17 @@ class Fit:
                 "augmented data. Pass one augmented copy as data, or use another structure."
             )
         statistics, slopes, blocks, traces = Statistics(), dict[str, Tensor](), tuple[Block, ...](), Traces()
-        leftovers = Leftovers()
+        leftovers = Leftovers(blocks)
         for record, batch in self._batches(tape, loader, passes, f"fit {self.structure}", self.structure == "diag"):
             if not blocks:
                 blocks = self._blocks(tape)
+                leftovers = Leftovers(blocks)
             statistics += self.likelihood.statistics(record.outputs.detach(), batch.targets)
             if self.structure == "lowrank":
                 self._add_slope(record, batch.targets, slopes)
             else:
                 traces += self._add(record, batch, blocks, leftovers, generator, slopes)
-        leftovers.flush(tape, blocks)
+        leftovers.flush(tape)
         if not blocks:
             raise InputError("The loader is empty: it yielded no batch, so there is nothing to fit.")
         if self.structure == "ekfac":
@@ -151,7 +152,7 @@ class Fit:
         if ranked:
             return self._add_ranked(record, vectors, blocks, leftovers, batch.sizes)
         if blocks:
-            deliver(record, vectors, blocks, update, self._at_once(record, vectors, blocks), slope)
+            deliver(record, vectors, blocks, at_once=self._at_once(record, vectors, blocks), slope=slope)
         return Traces()
 
     def _columns(self, record: Record, batch: Batch, generator: torch.Generator | None) -> Columns:
@@ -197,12 +198,15 @@ class Fit:
         return True
 
     def _add_slope(self, record: Record, targets: Tensor, slopes: dict[str, Tensor] | None) -> None:
-        """Add the gradient by a backward pass of its own."""
+        """Add the gradient by a backward pass of its own: to the recorded outputs, which is less work, where all layers
+        are read there and no graph of the gradients is made.
+        """
         if slopes is None:
             return
         gradient = output_gradient(self.likelihood, record.outputs, targets)
         layers = record.tape.layers or ()
-        if not any(layer.path == "fallback" or layer.name in record.lost for layer in layers):
+        read = not any(layer.path == "fallback" or layer.name in record.lost for layer in layers)
+        if read and not record.create_graph:
             record.sweep(given(gradient.unsqueeze(0)), None, None, {layer.name for layer in layers}, Slope(slopes))
             return
         found = record.gradient(gradient)
@@ -227,10 +231,11 @@ class Fit:
         gap = (drawn - own).flatten(1).abs().amax(1)
         same = gap <= 64 * torch.finfo(own.dtype).eps * drawn.flatten(1).abs().amax(1)
         others = (~same).nonzero().squeeze(1)
-        if 2 * len(others) > len(same) or not leftovers.add(record, others, drawn[others], blocks):
+        if 2 * len(others) > len(same):
             self._add_slope(record, targets, slopes)
-            deliver(record, vectors, blocks, update)
+            deliver(record, vectors, blocks)
             return
+        leftovers.add(record, others, drawn[others])
 
         def update_same(block: Block, gradients: Gradients) -> None:
             update(block, weighed(gradients, same) if len(others) else gradients)
@@ -249,15 +254,9 @@ class Fit:
         ranked = rank(vectors, self.rank_tolerance, sizes)
         whole = ranked.whole_batches()
         if whole:
-            deliver(record, as_columns(ranked.columns[:whole], record.outputs), blocks, update)
+            deliver(record, as_columns(ranked.columns[:whole], record.outputs), blocks)
         examples, left = ranked.left_over(whole)
-        left = left.reshape(-1, *record.outputs.shape[1:]).to(record.outputs.dtype)
-        if not leftovers.add(record, examples, left, blocks):
-            raise InputError(
-                "Some examples of a batch on their own give other outputs than within it, so it cannot be made "
-                "smaller: an input without example axis is as long as the batch, or examples interact. "
-                "Use rank_tolerance=0."
-            )
+        leftovers.add(record, examples, left.reshape(-1, *record.outputs.shape[1:]).to(record.outputs.dtype))
         return Traces(ranked.dropped, ranked.total)
 
     def _second_phase(
@@ -276,10 +275,10 @@ class Fit:
             for block in blocks
         )
         targets_of = tuple(block for block in refined if block.accumulator.kind == "ekfac")
-        leftovers = Leftovers()
+        leftovers = Leftovers(targets_of)
         for record, batch in self._batches(tape, loader, passes, "fit ekfac, second pass", several=True):
             self._add(record, batch, targets_of, leftovers, generator)
-        leftovers.flush(tape, targets_of)
+        leftovers.flush(tape)
         return refined
 
 

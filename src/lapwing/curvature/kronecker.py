@@ -82,7 +82,7 @@ class KroneckerAccumulator:
     def _observe(self, use: UseInputs, examples: int, bias: bool) -> None:
         groups = slice(None) if use.groups is None else slice(use.groups.start, use.groups.stop)
         one = use.read_images(slice(0, 1))
-        sizes = one.patches if one is not None else use.read(slice(0, 1)).shape[1:]  # of one example
+        sizes = one.patch_sizes if one is not None else use.read(slice(0, 1)).shape[1:]  # of one example
         step = max(1, math.floor(self.budget / (4 * math.prod(sizes) * self.input_sum.dtype.itemsize)))
         for start in range(0, examples, step):
             part = slice(start, min(start + step, examples))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -9,19 +10,26 @@ import torch
 from torch import Tensor
 
 from lapwing.batches import Inputs
-from lapwing.columns import given
-from lapwing.curvature.blocks import Block, deliver, update
+from lapwing.columns import Columns, given
+from lapwing.curvature.blocks import Block, deliver
 from lapwing.errors import InputError
-from lapwing.tape import Record, Tape, agree
+from lapwing.tape import MixedExamplesError, Record, Tape, agree
+
+logger = logging.getLogger("lapwing")
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """Examples `[M]` of a batch, the outputs that they had there, and their vectors."""
+    """What a batch leaves over: `examples: [M]` and their `vectors: [M, *output]`, and the batch itself."""
 
-    inputs: Inputs
+    batch: Inputs
     outputs: Tensor
+    examples: Tensor
     vectors: Tensor
+
+    def inputs(self) -> Inputs:
+        """Those of the examples."""
+        return self.batch.split(len(self.outputs)).pick(self.examples)
 
 
 @dataclass
@@ -29,56 +37,79 @@ class Leftovers:
     """Adds `Σ_n J_nᵀ v_n v_nᵀ J_n` to blocks, over examples of different batches together.
 
     The first of a form are run at once, and tell whether examples may be run without the batch that they come from.
+    Where they may not, their vectors are backpropagated through the whole batch; where that turns out only later, it is
+    run once more.
     """
 
+    blocks: tuple[Block, ...]
     _alone: set[Hashable] = field(default_factory=set, init=False)
     _kept: list[_Kept] = field(default_factory=list, init=False)
     _form: Hashable = field(default=None, init=False)
 
-    def add(self, record: Record, examples: Tensor, vectors: Tensor, blocks: tuple[Block, ...]) -> bool:
-        """Add examples of a pass, each as often as it is named, `[M]` indices, and their vectors `[M, *output]`.
-
-        False if they do not come out as they do there.
-        """
-        if not len(examples):
-            return True
-        graph, form = record.graph, record.inputs.form(record.examples)
-        waits = form in self._alone and not (record.decides or graph.reorders or graph.divided)
+    def add(self, record: Record, examples: Tensor, vectors: Tensor) -> None:
+        """Add examples of a pass, each as often as it is named, `[M]` indices, and their vectors `[M, *output]`."""
+        form = _form(record)
         for start in range(0, len(examples), record.examples):
-            part = slice(start, start + record.examples)
-            if waits:
-                self._keep(record, form, examples[part], vectors[part], blocks)
+            chosen, own = examples[start : start + record.examples], vectors[start : start + record.examples]
+            if form in self._alone:
+                self._keep(record, form, chosen, own)
                 continue
-            alone = record.of(examples[part])
+            alone = record.of(chosen)
             if alone is None:
-                return False
-            deliver(alone, given(vectors[part].unsqueeze(0)), blocks, update)
-        if form is not None:
-            self._alone.add(form)
-        return True
+                deliver(record, _in_place(record.outputs, chosen, own), self.blocks)
+                continue
+            deliver(alone, given(own.unsqueeze(0)), self.blocks)
+            if form is not None:
+                self._alone.add(form)
 
-    def _keep(
-        self, record: Record, form: Hashable, examples: Tensor, vectors: Tensor, blocks: tuple[Block, ...]
-    ) -> None:
+    def _keep(self, record: Record, form: Hashable, examples: Tensor, vectors: Tensor) -> None:
         count = sum(len(kept.vectors) for kept in self._kept)
         if form != self._form or count + len(examples) > record.examples:
-            self.flush(record.tape, blocks)
-        inputs = record.inputs.split(record.examples).pick(examples)
-        self._kept.append(_Kept(inputs, record.outputs.detach()[examples], vectors))
+            self.flush(record.tape)
+        self._kept.append(_Kept(record.inputs.copy(), record.outputs.detach(), examples, vectors))
         self._form = form
 
-    def flush(self, tape: Tape, blocks: tuple[Block, ...]) -> None:
+    def flush(self, tape: Tape) -> None:
         """Run what is kept."""
-        if not self._kept:
+        kept, self._kept = self._kept, []
+        together = _together(tape, kept) if kept else None
+        if together is not None:
+            deliver(together, given(torch.cat([one.vectors for one in kept]).unsqueeze(0)), self.blocks)
             return
-        first, *others = (kept.inputs.split(len(kept.vectors)) for kept in self._kept)
-        outputs = torch.cat([kept.outputs for kept in self._kept])
-        vectors = torch.cat([kept.vectors for kept in self._kept])
-        self._kept = []
+        for one in kept:
+            record = tape.record(one.batch)
+            if not agree(record.outputs, one.outputs, one.outputs):
+                raise InputError(
+                    "A batch that is run once more gives other outputs than before. The model must be a function of "
+                    "its inputs in eval mode."
+                )
+            deliver(record, _in_place(one.outputs, one.examples, one.vectors), self.blocks)
+
+
+def _form(record: Record) -> Hashable:
+    """What passes must have in common for their examples to make one batch; None where they do not."""
+    form = record.inputs.form(record.examples)
+    return None if form is None else (form, record.outputs.shape[1:], record.outputs.dtype)
+
+
+def _in_place(outputs: Tensor, examples: Tensor, vectors: Tensor) -> Columns:
+    """Vectors in the places of their examples in a batch: one column, or several where an example is named often."""
+    again = (examples.unsqueeze(1) == examples).tril(-1).sum(1)
+    columns = vectors.new_zeros(int(again.amax()) + 1, *outputs.shape)
+    columns[again, examples] = vectors
+    return given(columns)
+
+
+def _together(tape: Tape, kept: list[_Kept]) -> Record | None:
+    """One pass over the examples of several batches; None if they do not come out as they did there."""
+    first, *others = (one.inputs().split(len(one.examples)) for one in kept)
+    try:
         record = tape.record(first.beside(others))
-        if not agree(record.outputs, outputs, outputs):
-            raise InputError(
-                "Some examples give other outputs together with those of other batches than with their own, so they "
-                "interact. Examples must be independent in eval mode."
-            )
-        deliver(record, given(vectors.unsqueeze(0)), blocks, update)
+    except (MixedExamplesError, RuntimeError) as failure:
+        logger.info("The model fails on examples of several batches: %s", failure)
+        return None
+    sizes = [len(one.examples) for one in kept]
+    if record.examples != sum(sizes):
+        return None
+    parts = zip(record.outputs.split(sizes), kept, strict=True)
+    return record if all(agree(part, one.outputs[one.examples], one.outputs) for part, one in parts) else None

@@ -45,7 +45,7 @@ class Convolution(PairRule):
             return function(*args, **kwargs)
         fewer, entries = trimmed(window, x.shape[2:])
         kernels = w if fewer == window else w[(slice(None), slice(None), *entries)]
-        matrix = fewer.matrix(kernels, x.shape[2:], groups)
+        matrix = fewer.matrix(kernels, x.shape, groups)
         if matrix is not None:
             positions = fewer.positions(x.shape[2:])
             flat = functional.linear(x.flatten(1), matrix, None if b is None else b.repeat_interleave(prod(positions)))

@@ -79,10 +79,14 @@ class ChannelNorm(Elementwise):
 
 
 def _usual(x: Tensor, parts: list[Tensor | None]) -> bool:
-    """Whether a batch norm is of images that lie in memory as they are written, with a number for every channel."""
+    """Whether a batch norm is of images that lie in memory as they are written, with a number for every channel.
+
+    Half precision is left to torch, which computes scale and shift in more.
+    """
     like = (x.dtype, x.device, x.shape[1:2])
     return (
         parts[2] is not None
+        and x.dtype in (torch.float32, torch.float64)
         and x.is_contiguous()
         and all(part is None or (part.dtype, part.device, part.shape) == like for part in parts)
     )

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+_MANY = 128  # images, for which it pays to make a matrix of a kernel
+_LARGE = 64  # entries of a kernel, for which it does not
+
 
 @dataclass(frozen=True)
 class Window:
@@ -35,15 +38,18 @@ class Window:
         """The same over images that have their padding already."""
         return replace(self, before=(0,) * self.dimensions, after=(0,) * self.dimensions)
 
-    def matrix(self, w: Tensor, space: torch.Size, groups: int) -> Tensor | None:
-        """Kernels `w: [C_out, C_in, *kernel]` as the matrix `[C_out·positions, C_in·pixels]` of a linear layer; None
-        where that would be more work, as some position does not see some pixel.
+    def matrix(self, w: Tensor, images: torch.Size, groups: int) -> Tensor | None:
+        """Kernels `w: [C_out, C_in, *kernel]` as the matrix `[C_out·positions, C_in·pixels]` of a linear layer of
+        `images: [B, C_in, *space]`; None where that would be more work.
         """
-        between = None if groups > 1 else _entries_between(self, space)
-        if between is None:
+        space = images[2:]
+        if groups > 1:
             return None
         if self._sees_all_once(space):
             return w.flatten(1)
+        between = _entries_between(self, space) if images[0] >= _MANY else None
+        if between is None:
+            return None
         kernels = w.flatten(2) @ between.to(w)  # [C_out, C_in, positions·pixels]
         return torch.unflatten(kernels, 2, (-1, space.numel())).transpose(1, 2).flatten(2).flatten(0, 1)
 
@@ -53,13 +59,12 @@ class Window:
         From its images `x: [B, C_in, *space]` and the gradients at its output, `g: [B, C_out, *positions]`.
         """
         space = x.shape[2:]
-        between = None if groups > 1 else _entries_between(self, space)
+        if groups == 1 and self._sees_all_once(space):
+            return (g.flatten(1).T @ x.flatten(1)).reshape(g.shape[1], x.shape[1], *self.kernel)
+        between = _entries_between(self, space) if groups == 1 and len(x) >= _MANY else None
         if between is not None:
-            products = g.flatten(1).T @ x.flatten(1)
-            if self._sees_all_once(space):
-                return products.reshape(g.shape[1], x.shape[1], *self.kernel)
-            spread = products.reshape(g.shape[1], -1, x.shape[1], space.numel()).transpose(1, 2)
-            return (spread.flatten(2) @ between.to(g).T).reshape(g.shape[1], x.shape[1], *self.kernel)
+            products = (g.flatten(1).T @ x.flatten(1)).reshape(g.shape[1], -1, x.shape[1], space.numel())
+            return (products.transpose(1, 2).flatten(2) @ between.to(g).T).reshape(g.shape[1], x.shape[1], *self.kernel)
         kernels, zeros = g.new_empty(g.shape[1], x.shape[1] // groups, *self.kernel), (0,) * self.dimensions
         found: Tensor = torch.ops.aten.convolution_backward(
             g, x, kernels, None, self.stride, self.before, self.dilation, False, zeros, groups, (False, True, False)
@@ -131,10 +136,11 @@ def trimmed(window: Window, space: torch.Size) -> tuple[Window, tuple[slice, ...
 def _entries_between(window: Window, space: torch.Size) -> Tensor | None:
     """The kernel entry between each position and each pixel, as zeros and ones `[entries, positions·pixels]`.
 
-    None where some position does not see some pixel, or where there are more than twice as many pairs as entries.
+    None where some position does not see some pixel, where there are more than twice as many pairs as entries, or where
+    the kernel is large itself.
     """
     pairs = prod(window.positions(space)) * space.numel()
-    if pairs > 2 * prod(window.kernel):
+    if prod(window.kernel) > _LARGE or pairs > 2 * prod(window.kernel):
         return None
     entry, position = (window.seen(space) >= 0).nonzero(as_tuple=True)
     if len(entry) < pairs:
@@ -153,7 +159,7 @@ class Images:
     groups: int
 
     @property
-    def patches(self) -> tuple[int, int, int]:
-        """Sizes [Q, B·positions, I] of their patches."""
+    def patch_sizes(self) -> tuple[int, int, int]:
+        """Sizes `[Q, B·positions, I]` of their patches."""
         inputs = self.x.shape[1] // self.groups * prod(self.window.kernel)
         return self.groups, len(self.x) * prod(self.window.positions(self.x.shape[2:])), inputs
