@@ -99,6 +99,14 @@ class Trimmed(nn.Module):
         return out
 
 
+class Asserting(Sure):
+    """Takes batches of one size only, and says so in a way of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert len(x) in (20, 2)
+        return super().forward(x)
+
+
 class Masked(Sure):
     """Takes a number for each example from a table as long as the batch."""
 
@@ -110,6 +118,12 @@ def test_a_network_that_looks_at_the_whole_batch() -> None:
     model, data = problem(*[(20, 4)] * 7, model=Branching())
     data = [(x * scale, y) for (x, y), scale in zip(data, (1.0, 1.0, 4.0, 1.0, 4.0, 1.0, 4.0), strict=True)]
     check_same(model, data, memory_budget=FEW, curvature="fisher")
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["fisher", "ranked"])
+def test_a_network_that_takes_batches_of_one_size(options: dict[str, Any]) -> None:
+    model, data = problem(*[(20, 4)] * 4, model=Asserting())
+    check_same(model, data, memory_budget=FEW, **options)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -13,7 +13,7 @@ from lapwing.batches import Inputs
 from lapwing.columns import Columns, given
 from lapwing.curvature.blocks import Block, deliver
 from lapwing.errors import InputError
-from lapwing.tape import MixedExamplesError, Record, Tape, agree
+from lapwing.tape import Record, Tape, agree
 
 logger = logging.getLogger("lapwing")
 
@@ -105,7 +105,7 @@ def _together(tape: Tape, kept: list[_Kept]) -> Record | None:
     first, *others = (one.inputs().split(len(one.examples)) for one in kept)
     try:
         record = tape.record(first.beside(others))
-    except (MixedExamplesError, RuntimeError) as failure:
+    except Exception as failure:  # whatever it is, the batches themselves may do without
         logger.info("The model fails on examples of several batches: %s", failure)
         return None
     sizes = [len(one.examples) for one in kept]
