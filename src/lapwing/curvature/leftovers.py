@@ -16,6 +16,7 @@ from lapwing.errors import InputError
 from lapwing.tape import Record, Tape, agree
 
 logger = logging.getLogger("lapwing")
+_SHARE = 16  # parts of the budget, one of which is for the batches that are kept
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class _Kept:
     def inputs(self) -> Inputs:
         """Those of the examples."""
         return self.batch.split(len(self.outputs)).pick(self.examples)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.batch.tensors(), self.outputs))
 
 
 @dataclass
@@ -63,10 +69,12 @@ class Leftovers:
                 self._alone.add(form)
 
     def _keep(self, record: Record, form: Hashable, examples: Tensor, vectors: Tensor) -> None:
-        count = sum(len(kept.vectors) for kept in self._kept)
-        if form != self._form or count + len(examples) > record.examples:
+        new = _Kept(record.inputs.copy(), record.outputs.detach(), examples, vectors)
+        count = sum(len(kept.vectors) for kept in (*self._kept, new))
+        size = sum(kept.size for kept in (*self._kept, new))
+        if form != self._form or count > record.examples or size > record.tape.budget // _SHARE:
             self.flush(record.tape)
-        self._kept.append(_Kept(record.inputs.copy(), record.outputs.detach(), examples, vectors))
+        self._kept.append(new)
         self._form = form
 
     def flush(self, tape: Tape) -> None:
