@@ -142,11 +142,12 @@ def _entries_between(window: Window, space: torch.Size) -> Tensor | None:
     pairs = prod(window.positions(space)) * space.numel()
     if prod(window.kernel) > _LARGE or pairs > 2 * prod(window.kernel):
         return None
-    entry, position = (window.seen(space) >= 0).nonzero(as_tuple=True)
+    seen = window.seen(space)
+    entry, position = (seen >= 0).nonzero(as_tuple=True)
     if len(entry) < pairs:
         return None
     found = torch.zeros(prod(window.kernel), pairs)
-    found[entry, position * space.numel() + window.seen(space)[entry, position]] = 1
+    found[entry, position * space.numel() + seen[entry, position]] = 1
     return found
 
 
