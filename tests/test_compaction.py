@@ -27,24 +27,34 @@ def confident(network: str) -> nn.Module:
 
 
 def brute_force(la: Laplace, x: Tensor, y: Tensor, tolerance: float) -> tuple[Tensor, float]:
-    """H of the kept pairs, and the fraction dropped."""
+    """H of the kept pairs, and the fraction dropped.
+
+    The direction v of the gradient is kept: `Λ = vvᵀ/(vᵀΛ⁻¹v)` and a rest of one rank less, the pairs of which count.
+    """
     outputs = oracles.evaluate(la.model, x)
-    values, vectors = torch.linalg.eigh(oracles.output_hessians(la.likelihood, outputs, y))
+    hessians = oracles.output_hessians(la.likelihood, outputs, y)
+    along = oracles.output_gradients(la.likelihood, outputs, y).unsqueeze(2)
+    first = along / (along.mT @ torch.linalg.pinv(hessians, hermitian=True, rtol=1e-12) @ along).sqrt()
+    values, vectors = torch.linalg.eigh(hessians - first @ first.mT)
     pairs = sorted(
         (float(values[n, k].clamp(min=0)), n, k) for n in range(values.shape[0]) for k in range(values.shape[1])
     )
-    total = sum(size for size, _, _ in pairs)
+    total = float(hessians.diagonal(dim1=1, dim2=2).sum())
     dropped = 0.0
-    while dropped + pairs[0][0] <= tolerance * total:
+    while pairs and dropped + pairs[0][0] <= tolerance * total:
         dropped += pairs.pop(0)[0]
     jacobian = oracles.packed_jacobian(la, x)
-    rows = torch.stack([size**0.5 * vectors[n, :, k] @ jacobian[n] for size, n, k in pairs])
-    return rows.T @ rows, dropped / total
+    rows = [size**0.5 * vectors[n, :, k] @ jacobian[n] for size, n, k in pairs]
+    rows += [column.squeeze(1) @ own for column, own in zip(first, jacobian, strict=True)]
+    whole = torch.stack(rows)
+    return whole.T @ whole, dropped / total
 
 
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("tolerance", [1e-3, 0.05, 0.5])
-def test_keeps_the_largest_pairs_of_each_batch(network: str, tolerance: float) -> None:
+def test_keeps_the_direction_of_the_gradient_and_the_largest_pairs_of_each_batch(
+    network: str, tolerance: float
+) -> None:
     model = confident(network)
     data = networks.batches(networks.inputs(network, 9), networks.targets("classification", 9), 6, 3)
     la = Laplace(model, "classification", "full", rank_tolerance=tolerance, progress=False).fit(data)
@@ -61,6 +71,18 @@ def test_keeps_the_largest_pairs_of_each_batch(network: str, tolerance: float) -
             trace = sum(float(block.accumulator.matrix().trace()) for block in other.curvature.blocks)
             assert trace == pytest.approx(float(expected.trace()), rel=1e-9)
         assert other.curvature.dropped == pytest.approx(la.curvature.dropped, rel=1e-9)
+
+
+@pytest.mark.parametrize("tolerance", [0.01, 0.1, 0.3])
+def test_ranks_what_the_gradient_leaves_of_many_classes(tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(20, 4, generator=generator, dtype=torch.float64), torch.arange(20) % 7
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 7)).double()
+    la = Laplace(model, "classification", "full", rank_tolerance=tolerance, progress=False).fit([(x, y)])
+    expected, dropped = brute_force(la, x, y, tolerance)
+    torch.testing.assert_close(la.curvature.blocks[0].accumulator.matrix(), expected, rtol=1e-9, atol=1e-11)
+    assert la.curvature.dropped == pytest.approx(dropped, rel=1e-9)
+    assert 0 < dropped <= tolerance
 
 
 def test_is_a_lower_bound_and_says_what_it_dropped(tmp_path: Path) -> None:
@@ -99,7 +121,7 @@ def test_runs_the_few_uncertain_examples_alone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Tape, "record", counted)
     y = torch.arange(20) % 3
     la = Laplace(model, "classification", "full", rank_tolerance=0.01).fit([(x, y)])
-    assert seen == [20, 2]  # the batch, and the one uncertain example for each of its two columns
+    assert seen == [20, 1]  # the batch, and the one uncertain example for its column besides the gradient's
     exact = Laplace(model, "classification", "full").fit([(x, y)])
     torch.testing.assert_close(
         la.curvature.blocks[0].accumulator.matrix(), exact.curvature.blocks[0].accumulator.matrix(), rtol=0, atol=0.02

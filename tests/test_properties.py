@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lapwing import Gaussian, Laplace
+from lapwing.layers import window as windows
 from lapwing.layers.convolution import Convolution
 from lapwing.layers.moments import Moments, _ByPixels, _ByRows, _ByShifts, moment_sum
 from lapwing.layers.rule import ExampleAxis
@@ -171,6 +174,29 @@ def test_how_much_of_a_kernel_of_three_is_left(size: int, stride: int, left: int
     window, entries = trimmed(Window((3,), (stride,), (1,), (1,), (1,)), torch.Size([size]))
     assert (window.kernel, window.before, window.after) == ((left,), (edge,), (edge,))
     assert entries == (slice(1 - edge, 1 - edge + left),)
+
+
+@SETTINGS
+@given(st.data())
+def test_patches_times_a_matrix(data: st.DataObject) -> None:
+    """Formed or convolved, and without the entries of a kernel that see nothing but padding."""
+    dimensions, groups = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+    kernel, stride, dilation, before = (
+        tuple(data.draw(st.lists(st.integers(low, high), min_size=dimensions, max_size=dimensions)))
+        for low, high in ((1, 3), (1, 2), (1, 2), (0, 2))
+    )
+    after = before if data.draw(st.booleans()) else tuple(edge + 1 for edge in before)
+    window = Window(kernel, stride, dilation, before, after)
+    spans = [gap * (size - 1) + 1 for size, gap in zip(kernel, dilation, strict=True)]
+    least = [max(1, span - b - a) for span, b, a in zip(spans, before, after, strict=True)]
+    space = [size + data.draw(st.integers(0, 3)) for size in least]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 2 * groups, *space, generator=generator, dtype=torch.float64)
+    matrix = torch.randn(groups, 2 * prod(kernel), 5, generator=generator, dtype=torch.float64)
+    expected = torch.einsum("nqri,qij->nqrj", window.patches(x.unsqueeze(1), groups), matrix)
+    for few in (0, 2**20):
+        with patch.object(windows, "_FEW", few):
+            torch.testing.assert_close(Images(window, x, groups).times(matrix), expected, rtol=1e-10, atol=1e-12)
 
 
 @SETTINGS

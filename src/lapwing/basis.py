@@ -7,6 +7,7 @@ elementwise there: with `D = 1/(T s/σ² + λ)`, the variance of an output is `�
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lapwing import position_pairs, single_positions
-from lapwing.gradients import Gradients, Pair, Uses, outer, parts
+from lapwing.gradients import Gradients, Pair, Uses, outer, outer_squares, parts
 from lapwing.tokens import Segments, TokenPair
 
 
@@ -105,16 +106,17 @@ class KroneckerBasis(Basis):
             return torch.stack(found).sum(0)
         if not isinstance(gradients, Pair):
             return self.reduce(gradients.rows(start, stop).flatten(2))
+        if self._rotates_first(gradients):
+            return outer(*self._rotated(gradients, start, stop))
+        return self.reduce(gradients.rows(start, stop).flatten(2))
+
+    def _rotates_first(self, pair: Pair) -> bool:
+        """Whether it is less work to rotate (a, g) and then form the matrix than to form it and then rotate."""
         _, outputs, inputs = self.shape
-        positions = gradients.positions
-        # Per example and column: rotate (a, g) and then form the matrix, or form it and then rotate.
         left = outputs if isinstance(self.output, Tensor) else 1
         right = inputs if isinstance(self.input, Tensor) else 1
-        rotate_first = positions * (outputs * left + inputs * right / gradients.columns)
-        if rotate_first > outputs * inputs * (left + right):
-            return self.reduce(gradients.rows(start, stop).flatten(2))
-        g, a = self._rotated(gradients, start, stop)
-        return outer(g, a)
+        rotate_first = pair.positions * (outputs * left + inputs * right / pair.columns)  # per example and column
+        return rotate_first <= outputs * inputs * (left + right)
 
     def output_variance(self, a: Tensor, scale: Tensor) -> Tensor:
         """Variances of the outputs `W a` of a layer of one group under this basis, `a: [N, I]`: `[N, O]`.
@@ -145,30 +147,33 @@ class KroneckerBasis(Basis):
 
     def _rotated(self, pair: Pair, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """`ĝ = g U_G: [K, n, Q, R, O]` and `â = a U_A: [n, Q, R, I]`, the bias included."""
-        return self.rotate(pair.g[:, start:stop], pair.inputs.part(start, stop), pair.inputs.bias)
+        g, inputs = self._rotate_outputs(pair.g[:, start:stop]), pair.inputs
+        if isinstance(self.input, Tensor):
+            return g, inputs.times(start, stop, self.input)
+        return g, self._rotate_inputs(inputs.part(start, stop).to(g.dtype), inputs.bias)
 
     def rotate(self, g: Tensor, a: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
         """`ĝ = g U_G` and `â = a U_A`; where there is a `bias`, â is that of `(a, 1)`."""
-        a = a.to(g.dtype)
-        if bias and not isinstance(self.input, Tensor):
-            a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], dim=-1)
-        if isinstance(self.output, Tensor):
-            if g.shape[2:4] == (1, 1):  # one large product, without the permutations of einsum
-                g = (g[:, :, 0, 0] @ self.output[0])[:, :, None, None]
-            elif g.shape[2] == 1 and g.shape[3] >= _IMAGE and g.stride(3) == 1 and g.stride(1) > g.stride(0):
-                g = _rotate_images(g[:, :, 0], self.output[0]).unsqueeze(2)
-            else:
-                g = torch.einsum("knqro,qop->knqrp", g, self.output)
-        elif isinstance(self.output, Scaling):
-            g = g * self.output.values.unsqueeze(1)
+        return self._rotate_outputs(g), self._rotate_inputs(a.to(g.dtype), bias)
+
+    def _rotate_outputs(self, g: Tensor) -> Tensor:
+        if self.output is None:
+            return g
+        if isinstance(self.output, Scaling):
+            return g * self.output.values.unsqueeze(1)
+        if g.shape[2:4] == (1, 1):  # one large product, without the permutations of einsum
+            return (g[:, :, 0, 0] @ self.output[0])[:, :, None, None]
+        if g.shape[2] == 1 and g.shape[3] >= _IMAGE and g.stride(3) == 1 and g.stride(1) > g.stride(0):
+            return _rotate_images(g[:, :, 0], self.output[0]).unsqueeze(2)
+        return torch.einsum("knqro,qop->knqrp", g, self.output)
+
+    def _rotate_inputs(self, a: Tensor, bias: bool) -> Tensor:
         side = self.input
-        if isinstance(side, Scaling):
-            a = a * side.values.unsqueeze(1)
-        elif side is not None and bias:
-            a = torch.einsum("nqri,qij->nqrj", a, side[:, :-1]) + side[:, None, -1]
-        elif side is not None:
-            a = torch.einsum("nqri,qij->nqrj", a, side)
-        return g, a
+        if not isinstance(side, Tensor):
+            a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], dim=-1) if bias else a
+            return a if side is None else a * side.values.unsqueeze(1)
+        rotated = torch.einsum("nqri,qij->nqrj", a, side[:, :-1] if bias else side)
+        return rotated + side[:, None, -1] if bias else rotated
 
     def expand(self, coordinates: Tensor) -> Tensor:
         matrix = _apply(coordinates, self.output, "...qoi,qpo->...qpi", "...qoi,qo->...qoi")
@@ -194,10 +199,16 @@ class KroneckerBasis(Basis):
             return _sum(
                 position_pairs.squares(*self._rotated(gradients, *part)) for part in self._chunks(gradients, budget)
             )
-        if gradients.positions > 1:
-            # Elementwise on large arrays: a few examples at a time, and in place, as nobody else has these coordinates.
-            chunks = self._parts(gradients, min(budget, _CACHE))
-            return _sum(self.coordinates(gradients, *part).square_().sum((0, 1)) for part in chunks)
+        close = min(budget, _CACHE)
+        if gradients.positions > 1 and self._rotates_first(gradients):
+            groups, outputs, inputs = self.shape
+            size = groups * gradients.positions * (outputs + math.ceil(inputs / gradients.columns))
+            chunks = parts(gradients, size, min(budget, _ROTATED))
+            return _sum(outer_squares(*self._rotated(gradients, *part), close) for part in chunks)
+        if gradients.positions > 1:  # in place, as nobody else has these coordinates
+            return _sum(
+                self.coordinates(gradients, *part).square_().sum((0, 1)) for part in self._parts(gradients, close)
+            )
         g, a = self._rotated(gradients, 0, gradients.examples)
         return torch.einsum("nqo,nqi->qoi", g.squeeze(3).square().sum(0), a.squeeze(2).square())
 
@@ -257,7 +268,8 @@ class KroneckerBasis(Basis):
 
 
 _IMAGE = 32  # positions from which a product for every image is as quick as one large product
-_CACHE = 2**22  # bytes that stay close to the processor
+_CACHE = 2**22  # bytes that stay close to the processor, as what is elementwise on large arrays should
+_ROTATED = 2**24  # bytes of inputs and gradients that are rotated together
 _GATHERED = 2**26  # bytes of products between positions, of which each is used once
 
 

@@ -81,6 +81,14 @@ class UseInputs:
     read_images: Callable[[slice], Images | None]
     groups: range | None = None
 
+    def times(self, part: slice, matrix: Tensor) -> Tensor:
+        """`a M` of some examples for a matrix `[Q, I, J]`: `[n, Q, R, J]`."""
+        images = self.read_images(part)
+        if images is None:
+            return torch.einsum("nqri,qij->nqrj", self.read(part).to(matrix.dtype), matrix)
+        found: Tensor = images.times(matrix).unflatten(0, (part.stop - part.start, -1))  # [n, k, Q, positions, J]
+        return found[:, 0] if found.shape[1] == 1 else found.transpose(1, 2).flatten(2, 3)
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -95,6 +103,14 @@ class Inputs:
         parts = [use.read(slice(start, stop)) for use in self.uses if isinstance(use, UseInputs)]
         assert len(parts) == len(self.uses)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def times(self, start: int, stop: int, matrix: Tensor) -> Tensor:
+        """`a M` of some examples for a matrix `[Q, I, J]`, the bias included: `[n, Q, R, J]`."""
+        weight = matrix[:, :-1] if self.bias else matrix
+        parts = [use.times(slice(start, stop), weight) for use in self.uses if isinstance(use, UseInputs)]
+        assert len(parts) == len(self.uses)
+        found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        return found + matrix[:, None, -1] if self.bias else found
 
     def together(self) -> UseInputs:
         """All uses as one."""
@@ -210,17 +226,31 @@ Gradients = Pair | TokenPair | Uses | Rows
 
 
 def outer(g: Tensor, a: Tensor) -> Tensor:
-    """`Σ_r g_knr a_nrᵀ`: `[K, n, Q, O, I]` from `g: [K, n, Q, R, O]` and `a: [n, Q, R, I]`.
-
-    One product per example where its columns lie side by side in memory; else column by column, as they would have to
-    be copied.
-    """
-    columns, groups, outputs = g.shape[0], g.shape[2], g.shape[4]
-    if groups > 1 or columns == 1 or g.stride(0) != outputs * g.stride(4):
-        return torch.stack([column.mT @ a for column in g])
+    """`Σ_r g_knr a_nrᵀ`: `[K, n, Q, O, I]` from `g: [K, n, Q, R, O]` and `a: [n, Q, R, I]`."""
+    if not _side_by_side(g):
+        return torch.stack([column.mT @ a for column in g]) if len(g) > 1 else (g[0].mT @ a).unsqueeze(0)
     together = g[:, :, 0].permute(1, 0, 3, 2).flatten(1, 2)  # [n, K·O, R], a view
-    formed: Tensor = (together @ a[:, 0]).unflatten(1, (columns, outputs)).transpose(0, 1)
+    formed: Tensor = (together @ a[:, 0]).unflatten(1, (len(g), -1)).transpose(0, 1)
     return formed.unsqueeze(2)
+
+
+def outer_squares(g: Tensor, a: Tensor, budget: int) -> Tensor:
+    """`Σ_kn (Σ_r g_knr a_nrᵀ)²`: `[Q, O, I]`; no more than `budget` bytes of the gradients themselves at a time."""
+    together = _side_by_side(g)
+    size = g.shape[2] * g.shape[4] * a.shape[3] * a.element_size() * (g.shape[0] if together else 1)
+    step = max(1, budget // size)
+    total = a.new_zeros(g.shape[2], g.shape[4], a.shape[3])
+    for start in range(0, len(a), step):
+        inputs, own = a[start : start + step], g[:, start : start + step]
+        for columns in (own,) if together else own.split(1):
+            total += outer(columns, inputs).square_().sum((0, 1))
+    return total
+
+
+def _side_by_side(g: Tensor) -> bool:
+    """Whether the columns of an example are in memory, so that they take one product; else they would be copied."""
+    columns, _, groups, _, outputs = g.shape
+    return groups == 1 and columns > 1 and g.stride(0) == outputs * g.stride(4)
 
 
 def weighed(gradients: Gradients, weights: Tensor) -> Gradients:

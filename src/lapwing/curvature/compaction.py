@@ -3,6 +3,9 @@
 The columns `S_n` of each example are rotated so that they are orthogonal, `‖S_nk‖²` being the eigenvalues of `Λ_n`. The
 (example, column) pairs of a batch are ranked by them, and the smallest dropped up to a fraction ε of the batch's trace
 `Σ_n tr Λ_n`. What is left is a lower bound of the exact sum, the same for the same batches.
+
+A first column with the direction of the gradient `∇_f log p` is kept for every example and not ranked: the gradient is
+backpropagated anyway, and what `Λ_n` has besides that column is small where a network is sure.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ _FORWARD = 1.5  # what the forward pass of an example costs in backward passes o
 class Ranked:
     """The pairs that are kept: `columns: [K, N, D]`, largest first and 0 where dropped; `counts: [N]` per example.
 
-    `dropped` and `total` are traces.
+    `dropped` and `total` are traces, the latter with a column of the gradient's direction.
     """
 
     columns: Tensor
@@ -49,11 +52,12 @@ def rank(columns: Columns, tolerance: float, batches: Sequence[int]) -> Ranked:
     """Rotate, rank and drop, in each of `batches` (how many examples it has) by itself."""
     roots = columns.part(0, columns.count)
     roots = roots.flatten(2).double() if roots.dim() > 2 else roots.unsqueeze(2).double()  # [K, N, D]
+    totals = [own.square().sum() for own in roots.split(list(batches), dim=1)]
+    roots = roots[int(columns.gradient_first) :]
     gram = torch.einsum("knd,lnd->nkl", roots, roots)
     traces = gram.diagonal(dim1=1, dim2=2).sum(1).split(list(batches))
-    totals = [own.sum() for own in traces]
     live = [
-        own > _surely_dropped(own, tolerance * total, columns.count) for own, total in zip(traces, totals, strict=True)
+        own > _surely_dropped(own, tolerance * total, len(roots)) for own, total in zip(traces, totals, strict=True)
     ]
     index = torch.cat(live).nonzero().squeeze(1)
     values, vectors = torch.linalg.eigh(gram[index])
@@ -61,15 +65,19 @@ def rank(columns: Columns, tolerance: float, batches: Sequence[int]) -> Ranked:
     sizes = values.clamp(min=0).T.flip(0)  # [K, n]
     parts = sizes.split([int(own.sum()) for own in live], dim=1)
     kept = torch.cat(
-        [_kept(own, tolerance * total - (total - own.sum())) for own, total in zip(parts, totals, strict=True)], 1
+        [
+            _kept(own, tolerance * total - (trace.sum() - own.sum()))
+            for own, total, trace in zip(parts, totals, traces, strict=True)
+        ],
+        1,
     )
     counts = torch.zeros(roots.shape[1], dtype=torch.long, device=roots.device)
     counts[index] = kept.sum(0)
     most = int(counts.amax()) if len(counts) else 0
     chosen = torch.zeros(most, *roots.shape[1:], dtype=roots.dtype, device=roots.device)
     chosen[:, index] = rotated[:most] * kept[:most].unsqueeze(2)
-    total = float(torch.stack(totals).sum())
-    return Ranked(chosen, counts, max(0.0, total - float((sizes * kept).sum())), total)
+    dropped = float(sum(own.sum() for own in traces)) - float((sizes * kept).sum())
+    return Ranked(chosen, counts, max(0.0, dropped), float(torch.stack(totals).sum()))
 
 
 def _kept(sizes: Tensor, allowed: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ class Fit:
         ranked = self.kind == "ggn" and self.rank_tolerance > 0 and 4 * size <= self.options.budget
         # The gradient comes with the first column where that has its direction, and each layer a block of its own.
         whole = self.kind != "kfra" and all(len(block.layers) == 1 and block.chosen is None for block in blocks)
-        shared = slopes is not None and not ranked and whole
+        shared = slopes is not None and whole
         if slopes is not None and shared and self.kind == "fisher" and vectors.count == 1:
             self._add_sampled(record, targets, vectors, blocks, leftovers, slopes)
             return Traces()
@@ -150,7 +150,7 @@ class Fit:
         if blocks:
             check_count(self.kind, vectors.count, record.outputs, self.max_columns)
         if ranked:
-            return self._add_ranked(record, vectors, blocks, leftovers, batch.sizes)
+            return self._add_ranked(record, vectors, blocks, leftovers, batch.sizes, slope)
         if blocks:
             deliver(record, vectors, blocks, at_once=self._at_once(record, vectors, blocks), slope=slope)
         return Traces()
@@ -170,7 +170,8 @@ class Fit:
         """Structures that form gradients read the inputs once for as many columns as fit into memory."""
         if not self._forms_gradients(blocks):
             return None
-        size = sum(use.output.numel() for use in record.uses) * record.outputs.element_size()
+        uses = {i for block in blocks for layer in block.layers for i in record.uses_of(layer)}
+        size = sum(record.uses[i].output.numel() for i in uses) * record.outputs.element_size()
         turns = math.ceil(vectors.count / max(1, self.options.budget // max(1, size)))
         return math.ceil(vectors.count / max(1, turns))  # turns of equal size
 
@@ -249,8 +250,11 @@ class Fit:
         blocks: tuple[Block, ...],
         leftovers: Leftovers,
         sizes: Sequence[int],
+        slope: Slope | None,
     ) -> Traces:
         """The largest columns on the batch as it is, what is left of them on a batch of their examples alone."""
+        if vectors.gradient_first:
+            deliver(record, given(vectors.part(0, 1)), blocks, slope=slope)
         ranked = rank(vectors, self.rank_tolerance, sizes)
         whole = ranked.whole_batches()
         if whole:

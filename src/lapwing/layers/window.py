@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 _MANY = 128  # images, for which it pays to make a matrix of a kernel
+_FEW = 2048  # patches, for which it does not pay to make kernels of a matrix
 _LARGE = 64  # entries of a kernel, for which it does not
 
 
@@ -164,3 +165,22 @@ class Images:
         """Sizes `[Q, B·positions, I]` of their patches."""
         inputs = self.x.shape[1] // self.groups * prod(self.window.kernel)
         return self.groups, len(self.x) * prod(self.window.positions(self.x.shape[2:])), inputs
+
+    def times(self, matrix: Tensor) -> Tensor:
+        """Patches times a matrix `[Q, I, J]`: `[B, Q, positions, J]`. Many are not formed, but convolved with it."""
+        window, x = self.window, self.x.to(matrix.dtype)
+        if window.symmetric:
+            window, entries = trimmed(window, x.shape[2:])
+            matrix = matrix.unflatten(1, (-1, *self.window.kernel))[(slice(None), slice(None), *entries)]
+            matrix = matrix.flatten(1, -2)
+        else:
+            window, x = window.unpadded, window.pad(x)
+        groups, _, width = matrix.shape
+        if len(x) * prod(window.positions(x.shape[2:])) < _FEW:
+            return torch.einsum("nqri,qij->nqrj", window.patches(x.unsqueeze(1), groups), matrix)
+        kernels, zeros = matrix.mT.reshape(-1, x.shape[1] // groups, *window.kernel), (0,) * window.dimensions
+        found = torch.convolution(
+            x, kernels, None, window.stride, window.before, window.dilation, False, zeros, groups
+        )  # fmt: skip
+        flat: Tensor = found.flatten(2).unflatten(1, (groups, width))
+        return flat.mT
