@@ -51,9 +51,8 @@ def test_fewer_passes_and_the_same_sums(options: dict[str, Any], structure: str,
         data, generator=torch.Generator().manual_seed(3)
     )
     first, probed, *others = passes
-    assert (first, probed, others[1:6]) == (20, 4, [20] * 5)
-    assert len(others) == 7  # what the first batch leaves over at once, that of the other five together
-    assert 0 < others[0] < others[-1] < 20
+    assert (first, probed, others[:-1]) == (20, 4, [20] * 5)
+    assert 6 < others[-1] <= 20  # what the six batches leave over together
 
 
 def test_no_more_batches_wait_than_memory_allows(passes: list[int]) -> None:
@@ -63,10 +62,12 @@ def test_no_more_batches_wait_than_memory_allows(passes: list[int]) -> None:
         passes.clear()
         Laplace(model, "classification", memory_budget=budget, rank_tolerance=0.1).fit(data)
         del passes[1]  # the probe
-        return [size for size in passes if size != 20]
+        for _ in data:
+            passes.remove(20)
+        return list(passes)
 
     together, apart = left(FEW), left(FEW // 16)
-    assert len(together) == 2
+    assert len(together) == 1
     assert len(apart) == 6
     assert sum(apart) == sum(together)
 
@@ -90,9 +91,8 @@ def test_no_other_blocks_in_the_second_phase() -> None:
 def test_no_more_together_than_in_a_batch(passes: list[int]) -> None:
     model, data = problem(*[(20, 5)] * 40)
     Laplace(model, "classification", memory_budget=FEW, rank_tolerance=0.1).fit(data)
-    others = [size for size in passes[2:] if size != 20]
     assert max(passes) == 20
-    assert 4 < len(others) < 20
+    assert 4 < len(passes) - 41 < 20  # besides the batches and the probe
 
 
 class Branching(Sure):
@@ -210,7 +210,7 @@ class Counting(Sure):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return super().forward(x) + (self.calls > 8) * x.mean((1, 2)).unsqueeze(1)
+        return super().forward(x) + (self.calls > 7) * x.mean((1, 2)).unsqueeze(1)
 
 
 def test_other_outputs_than_before_are_an_error() -> None:

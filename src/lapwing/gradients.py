@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -251,18 +251,6 @@ def _side_by_side(g: Tensor) -> bool:
     """Whether the columns of an example are in memory, so that they take one product; else they would be copied."""
     columns, _, groups, _, outputs = g.shape
     return groups == 1 and columns > 1 and g.stride(0) == outputs * g.stride(4)
-
-
-def weighed(gradients: Gradients, weights: Tensor) -> Gradients:
-    """The gradients of every example times a number of its own, `weights: [N]`."""
-    if isinstance(gradients, Uses):
-        parts = [weighed(part, weights) for part in gradients.parts]
-        return replace(gradients, parts=tuple(part for part in parts if isinstance(part, Pair | TokenPair)))
-    own = weights[gradients.start : gradients.start + gradients.examples]
-    if isinstance(gradients, Rows):
-        return replace(gradients, values=gradients.values * own.to(gradients.values.dtype).view(1, -1, 1))
-    g = gradients.g
-    return replace(gradients, g=g * own.to(g.dtype).view(1, -1, *[1] * (g.dim() - 2)))
 
 
 def total(gradients: Gradients, budget: int) -> Tensor:

@@ -62,9 +62,11 @@ def examine(record: Record, independent: bool) -> Examined:
     edges: list[Tensor | GradientEdge] = [use.edge for use in record.uses]
     both = _backward(record, [*edges, *record.parameters.values()], vector)
     plain, truth = both[: len(edges)], dict(zip(record.parameters, both[len(edges) :], strict=True))
-    moved = frozenset(name for name, gradient in truth.items() if gradient is not None and _largest(gradient) != 0)
+    sizes = {name: 0.0 if gradient is None else _largest(gradient) for name, gradient in truth.items()}
+    moved = frozenset(name for name, size in sizes.items() if size != 0)
+    check = _Check(record, plain, truth, sizes)
     if not edges:
-        return Examined((), (), _layers(record, plain, truth), moved, True)
+        return Examined((), (), _layers(check), moved, True)
     scaled = _backward(record, edges, vector * scale.view(-1, *[1] * (vector.dim() - 1)))
     best = [_find(use, first, second, scale) for use, first, second in zip(record.uses, plain, scaled, strict=True)]
     allowed = [tolerance(vector.dtype)] * len(best)
@@ -78,7 +80,7 @@ def examine(record: Record, independent: bool) -> Examined:
     record.counts = _counts(record.uses, record.axes)
     reached = [gradient for gradient, found in zip(plain, record.graph.reached, strict=True) if found]
     decided = all(gradient is not None and _tells(gradient) for gradient in reached)
-    return Examined(record.axes, record.counts, _layers(record, plain, truth), moved, decided)
+    return Examined(record.axes, record.counts, _layers(check), moved, decided)
 
 
 def _counts(uses: tuple[Use, ...], axes: Axes) -> tuple[bool, ...]:
@@ -90,9 +92,9 @@ def _counts(uses: tuple[Use, ...], axes: Axes) -> tuple[bool, ...]:
     )
 
 
-def _layers(record: Record, plain: list[Tensor | None], truth: dict[str, Tensor | None]) -> tuple[Layer, ...]:
+def _layers(check: _Check) -> tuple[Layer, ...]:
     """Read by rules where the self-check against autograd holds; every other parameter takes the fallback."""
-    parameters = record.parameters
+    record, parameters = check.record, check.record.parameters
     found: list[Layer] = []
     covered: set[str] = set()
     by_weight: dict[str, list[int]] = {}
@@ -107,7 +109,7 @@ def _layers(record: Record, plain: list[Tensor | None], truth: dict[str, Tensor 
         bias = uses[0].bias
         if layer is None or (bias is not None and (biases.count(bias) > 1 or bias in by_weight)):
             logger.info("%s: coupled or unequal uses; exact fallback", weight)
-        elif not _agrees(record, layer, indices, plain, truth):
+        elif not check.holds(layer, indices):
             logger.info("%s: (a, g) does not reproduce autograd's gradient; exact fallback", weight)
         else:
             found.append(layer)
@@ -231,35 +233,37 @@ def _find(use: Use, plain: Tensor | None, scaled: Tensor | None, scale: Tensor) 
     return best, smallest
 
 
-def _agrees(
-    record: Record,
-    layer: Layer,
-    indices: list[int],
-    plain: list[Tensor | None],
-    truth: dict[str, Tensor | None],
-) -> bool:
-    reached = [(i, gradient.unsqueeze(0)) for i in indices if (gradient := plain[i]) is not None]
-    assembled = torch.zeros(layer.size, dtype=record.dtype, device=record.outputs.device)
-    if reached:
-        gradients = gradients_of(record, layer, [i for i, _ in reached], [gradient for _, gradient in reached], 0)
-        assembled = total(gradients, record.tape.budget)[0]
-        slope = Slope({})
-        slope.add(record, layer, [i for i, _ in reached], [gradient[0] for _, gradient in reached])
-        if not _close(record, layer, slope.sums[layer.name], truth):
-            return False
-    return _close(record, layer, assembled, truth)
+@dataclass(frozen=True)
+class _Check:
+    """The gradients `plain` at the outputs of the uses, and autograd's own of the parameters with their sizes."""
 
+    record: Record
+    plain: Sequence[Tensor | None]
+    truth: dict[str, Tensor | None]
+    sizes: dict[str, float]
 
-def _close(record: Record, layer: Layer, assembled: Tensor, truth: dict[str, Tensor | None]) -> bool:
-    """Whether a gradient in the layer's layout is autograd's; it is overwritten."""
-    for name, value in layer.unpack(assembled.detach()).items():
-        expected = truth[name]
-        expected = torch.zeros_like(value) if expected is None else dense(expected).to(value.dtype)
-        allowed = max(tolerance(tensor.dtype) for tensor in (record.outputs, record.parameters[name]))
-        size = max(_largest(expected), _largest(value))
-        if _largest(value.sub_(expected)) > allowed * size:
-            return False
-    return True
+    def holds(self, layer: Layer, indices: list[int]) -> bool:
+        """Whether a layer's gradient from its inputs and those at its outputs is autograd's, in both ways to sum it."""
+        record = self.record
+        reached = [(i, gradient.unsqueeze(0)) for i in indices if (gradient := self.plain[i]) is not None]
+        if not reached:
+            return self._close(layer, torch.zeros(layer.size, dtype=record.dtype, device=record.outputs.device))
+        uses, found, slope = [i for i, _ in reached], [gradient for _, gradient in reached], Slope({})
+        slope.add(record, layer, uses, [gradient[0] for gradient in found])
+        return self._close(layer, slope.sums[layer.name]) and self._close(
+            layer, total(gradients_of(record, layer, uses, found, 0), record.tape.budget)[0]
+        )
+
+    def _close(self, layer: Layer, assembled: Tensor) -> bool:
+        """Whether a gradient in the layer's layout is autograd's; it is overwritten."""
+        for name, value in layer.unpack(assembled.detach()).items():
+            expected = self.truth[name]
+            if expected is not None:
+                value.sub_(dense(expected).to(value.dtype))
+            dtypes = (self.record.outputs.dtype, self.record.parameters[name].dtype)
+            if _largest(value) > max(map(tolerance, dtypes)) * self.sizes[name]:
+                return False
+        return True
 
 
 def _rest(parameters: dict[str, Tensor], covered: set[str], taken: set[str]) -> list[Layer]:

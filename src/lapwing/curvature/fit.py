@@ -14,7 +14,7 @@ from lapwing.batches import Unpack, read
 from lapwing.columns import Columns, given, side_by_side
 from lapwing.curvature import lowrank
 from lapwing.curvature.accumulator import sum_dtype
-from lapwing.curvature.blocks import Block, choose, deliver, update
+from lapwing.curvature.blocks import Block, choose, deliver
 from lapwing.curvature.compaction import as_columns, rank
 from lapwing.curvature.curvature import Curvature, Traces
 from lapwing.curvature.diagonal import DiagonalAccumulator
@@ -27,7 +27,6 @@ from lapwing.curvature.structures import StructureOptions, arrange, build, group
 from lapwing.curvature.tied import TiedAccumulator
 from lapwing.errors import InputError
 from lapwing.gathering import Batch, Gathering
-from lapwing.gradients import Gradients, weighed
 from lapwing.head import head_inputs
 from lapwing.likelihoods import Likelihood, Statistics
 from lapwing.slope import Slope
@@ -64,11 +63,11 @@ class Fit:
                 "augmented data. Pass one augmented copy as data, or use another structure."
             )
         statistics, slopes, blocks, traces = Statistics(), dict[str, Tensor](), tuple[Block, ...](), Traces()
-        leftovers = Leftovers(blocks)
+        leftovers = self._leftovers(blocks, slopes)
         for record, batch in self._batches(tape, loader, passes, f"fit {self.structure}", self.structure == "diag"):
             if not blocks:
                 blocks = self._blocks(tape)
-                leftovers = Leftovers(blocks)
+                leftovers = self._leftovers(blocks, slopes)
             statistics += self.likelihood.statistics(record.outputs.detach(), batch.targets)
             if self.structure == "lowrank":
                 self._add_slope(record, batch.targets, slopes)
@@ -199,22 +198,17 @@ class Fit:
         return True
 
     def _add_slope(self, record: Record, targets: Tensor, slopes: dict[str, Tensor] | None) -> None:
-        """Add the gradient by a backward pass of its own: to the recorded outputs, which is less work, where all layers
-        are read there and no graph of the gradients is made.
-        """
-        if slopes is None:
-            return
-        gradient = output_gradient(self.likelihood, record.outputs, targets)
-        layers = record.tape.layers or ()
-        read = not any(layer.path == "fallback" or layer.name in record.lost for layer in layers)
-        if read and not record.create_graph:
-            record.sweep(given(gradient.unsqueeze(0)), None, None, {layer.name for layer in layers}, Slope(slopes))
-            return
-        found = record.gradient(gradient)
-        for layer in layers:
-            packed = layer.pack({name: found[name] for name in layer.parameters})
-            packed = packed.to(sum_dtype(packed.dtype))
-            slopes[layer.name] = slopes[layer.name] + packed if layer.name in slopes else packed
+        """Add the gradient by a backward pass of its own."""
+        if slopes is not None:
+            _add_gradient(record, output_gradient(self.likelihood, record.outputs, targets), slopes)
+
+    def _leftovers(self, blocks: tuple[Block, ...], slopes: dict[str, Tensor]) -> Leftovers:
+        """Of a draw other than the label the gradient is left over, of ranked columns the curvature."""
+        if self.kind == "fisher":
+            return Leftovers(
+                lambda record, vectors: _add_gradient(record, vectors.part(0, vectors.count).sum(0), slopes)
+            )
+        return Leftovers(lambda record, vectors: deliver(record, vectors, blocks))
 
     def _add_sampled(
         self,
@@ -226,7 +220,7 @@ class Fit:
         slopes: dict[str, Tensor],
     ) -> None:
         """One draw per example. Where it drew the label itself, as trained networks mostly do, its column is the
-        gradient; the other examples are left over.
+        gradient; what the gradient lacks of the other examples is left over.
         """
         drawn, own = vectors.part(0, 1)[0], output_gradient(self.likelihood, record.outputs, targets)
         gap = (drawn - own).flatten(1).abs().amax(1)
@@ -236,12 +230,9 @@ class Fit:
             self._add_slope(record, targets, slopes)
             deliver(record, vectors, blocks)
             return
-        leftovers.add(record, others, drawn[others])
-
-        def update_same(block: Block, gradients: Gradients) -> None:
-            update(block, weighed(gradients, same) if len(others) else gradients)
-
-        deliver(record, given(own.unsqueeze(0)), blocks, update_same, slope=Slope(slopes))
+        leftovers.add(record, others, (own - drawn)[others])
+        drawn[same] = own[same]
+        deliver(record, given(drawn.unsqueeze(0)), blocks, slope=Slope(slopes))
 
     def _add_ranked(
         self,
@@ -279,11 +270,27 @@ class Fit:
             for block in blocks
         )
         targets_of = tuple(block for block in refined if block.accumulator.kind == "ekfac")
-        leftovers = Leftovers(targets_of)
+        leftovers = self._leftovers(targets_of, {})
         for record, batch in self._batches(tape, loader, passes, "fit ekfac, second pass", several=True):
             self._add(record, batch, targets_of, leftovers, generator)
         leftovers.flush(tape)
         return refined
+
+
+def _add_gradient(record: Record, vectors: Tensor, slopes: dict[str, Tensor]) -> None:
+    """Add `Σ_n J_nᵀ v_n`, `vectors: [N, *output]`, by a backward pass: to the recorded outputs, which is less work,
+    where all layers are read there and no graph of the gradients is made.
+    """
+    layers = record.tape.layers or ()
+    read = not any(layer.path == "fallback" or layer.name in record.lost for layer in layers)
+    if read and not record.create_graph:
+        record.sweep(given(vectors.unsqueeze(0)), None, None, {layer.name for layer in layers}, Slope(slopes))
+        return
+    found = record.gradient(vectors)
+    for layer in layers:
+        packed = layer.pack({name: found[name] for name in layer.parameters})
+        packed = packed.to(sum_dtype(packed.dtype))
+        slopes[layer.name] = slopes[layer.name] + packed if layer.name in slopes else packed
 
 
 def _by_parameter(tape: Tape, slopes: dict[str, Tensor]) -> dict[str, Tensor]:

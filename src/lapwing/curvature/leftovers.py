@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from lapwing.batches import Inputs
 from lapwing.columns import Columns, given
-from lapwing.curvature.blocks import Block, deliver
 from lapwing.errors import InputError
 from lapwing.tape import Record, Tape, agree
 
@@ -40,15 +39,14 @@ class _Kept:
 
 @dataclass
 class Leftovers:
-    """Adds `Σ_n J_nᵀ v_n v_nᵀ J_n` to blocks, over examples of different batches together.
+    """Backpropagates vectors `v_n` of single examples, those of different batches together, by `backpropagate`.
 
-    The first of a form are run at once, and tell whether examples may be run without the batch that they come from.
-    Where they may not, their vectors are backpropagated through the whole batch; where that turns out only later, it is
-    run once more.
+    They are kept until they fill a batch. Where examples turn out not to come out of it as they did of their own, these
+    batches are run once more, with the vectors in their places, and those of later batches of that form at once.
     """
 
-    blocks: tuple[Block, ...]
-    _alone: set[Hashable] = field(default_factory=set, init=False)
+    backpropagate: Callable[[Record, Columns], None]
+    _apart: set[Hashable] = field(default_factory=lambda: {None}, init=False)
     _kept: list[_Kept] = field(default_factory=list, init=False)
     _form: Hashable = field(default=None, init=False)
 
@@ -57,16 +55,12 @@ class Leftovers:
         form = _form(record)
         for start in range(0, len(examples), record.examples):
             chosen, own = examples[start : start + record.examples], vectors[start : start + record.examples]
-            if form in self._alone:
+            if form in self._apart:
+                alone = record.of(_at_least_two(chosen))
+                whole = _in_place(record.outputs, chosen, own) if alone is None else _first(own, alone)
+                self.backpropagate(record if alone is None else alone, whole)
+            else:
                 self._keep(record, form, chosen, own)
-                continue
-            alone = record.of(chosen)
-            if alone is None:
-                deliver(record, _in_place(record.outputs, chosen, own), self.blocks)
-                continue
-            deliver(alone, given(own.unsqueeze(0)), self.blocks)
-            if form is not None:
-                self._alone.add(form)
 
     def _keep(self, record: Record, form: Hashable, examples: Tensor, vectors: Tensor) -> None:
         new = _Kept(record.inputs.copy(), record.outputs.detach(), examples, vectors)
@@ -82,8 +76,9 @@ class Leftovers:
         kept, self._kept = self._kept, []
         together = _together(tape, kept) if kept else None
         if together is not None:
-            deliver(together, given(torch.cat([one.vectors for one in kept]).unsqueeze(0)), self.blocks)
+            self.backpropagate(together, _first(torch.cat([one.vectors for one in kept]), together))
             return
+        self._apart.add(self._form)
         for one in kept:
             record = tape.record(one.batch)
             if not agree(record.outputs, one.outputs, one.outputs):
@@ -91,13 +86,24 @@ class Leftovers:
                     "A batch that is run once more gives other outputs than before. The model must be a function of "
                     "its inputs in eval mode."
                 )
-            deliver(record, _in_place(one.outputs, one.examples, one.vectors), self.blocks)
+            self.backpropagate(record, _in_place(one.outputs, one.examples, one.vectors))
 
 
 def _form(record: Record) -> Hashable:
     """What passes must have in common for their examples to make one batch; None where they do not."""
     form = record.inputs.form(record.examples)
     return None if form is None else (form, record.outputs.shape[1:], record.outputs.dtype)
+
+
+def _at_least_two(examples: Tensor) -> Tensor:
+    """A single example is run twice: shapes of one do not tell that it is one, so that they would be probed anew."""
+    return examples if len(examples) > 1 else examples.repeat(2)
+
+
+def _first(vectors: Tensor, record: Record) -> Columns:
+    """A column with the vectors of the first examples of a pass, and zeros for the others."""
+    missing = record.examples - len(vectors)
+    return given(torch.cat([vectors, vectors.new_zeros(missing, *vectors.shape[1:])]).unsqueeze(0))
 
 
 def _in_place(outputs: Tensor, examples: Tensor, vectors: Tensor) -> Columns:
@@ -110,6 +116,8 @@ def _in_place(outputs: Tensor, examples: Tensor, vectors: Tensor) -> Columns:
 
 def _together(tape: Tape, kept: list[_Kept]) -> Record | None:
     """One pass over the examples of several batches; None if they do not come out as they did there."""
+    if len(kept) == 1:
+        kept = [replace(kept[0], examples=_at_least_two(kept[0].examples))]
     first, *others = (one.inputs().split(len(one.examples)) for one in kept)
     try:
         record = tape.record(first.beside(others))
