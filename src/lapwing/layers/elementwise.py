@@ -14,6 +14,7 @@ from torch import Tensor
 from lapwing.layers.rule import Call, ExampleAxis, RowRule
 from lapwing.views import Owner
 
+_CACHE = 2**21  # bytes that stay close to the processor
 _FEW = 32  # numbers to sum up, for which a reduction takes longer than a product with ones
 
 
@@ -35,7 +36,7 @@ class Elementwise(RowRule):
         found = []
         if call.options["scales"]:
             x = axis.first(call.input, examples)
-            scale = _summed(g * x, positions)
+            scale = _products_summed(g, x, positions)
             if "mean" in call.options:
                 mean, rstd = (_along(call.options[name], axis, examples) for name in ("mean", "rstd"))
                 scale = (scale - mean * shift) * rstd
@@ -43,6 +44,13 @@ class Elementwise(RowRule):
         if call.options["shifts"]:
             found.append(shift)
         return torch.cat([value.flatten(2) for value in found], dim=2)
+
+
+def _products_summed(g: Tensor, x: Tensor, dims: list[int]) -> Tensor:
+    """`g ∘ x` of `[K, N, ...]` and `[N, ...]`, summed: of a few examples at a time, so that it takes no memory anew."""
+    step = max(1, _CACHE * len(x) // max(1, g.numel() * g.element_size()))
+    parts = [_summed(own * seen, dims) for own, seen in zip(g.split(step, dim=1), x.split(step), strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _summed(values: Tensor, dims: list[int]) -> Tensor:
