@@ -87,11 +87,11 @@ def _noise(classes: int, *shape: int) -> Callable[[int], tuple[Tensor, Tensor]]:
 MAIN: dict[str, Workload] = {
     "mlp": Workload(
         "MLP 784-1024-1024-10", "MNIST, trained for five epochs",
-        models.mlp, data.flat_mnist, 128, 16, 1000, steps=2345,
+        models.mlp, data.flat_mnist, 128, 64, 1000, steps=2345,
     ),
     "lenet5": Workload(
         "LeNet-5", "MNIST, trained for five epochs",
-        models.lenet5, data.mnist, 128, 16, 1000, steps=2345,
+        models.lenet5, data.mnist, 128, 64, 1000, steps=2345,
     ),
     "resnet18": Workload(
         "ResNet-18", "CIFAR-10, trained for ten epochs of 20,000 images",
