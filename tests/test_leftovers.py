@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lapwing import Categorical, InputError, Laplace
+from lapwing import Categorical, InputError, Laplace, probe
 from lapwing.curvature import leftovers
 from tests import networks
 from tests.sums import check_same
@@ -53,6 +53,41 @@ def test_fewer_passes_and_the_same_sums(options: dict[str, Any], structure: str,
     first, probed, *others = passes
     assert (first, probed, others[:-1]) == (20, 4, [20] * 5)
     assert 6 < others[-1] <= 20  # what the six batches leave over together
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+@pytest.mark.parametrize("options", OPTIONS, ids=["fisher", "ranked"])
+def test_the_gradient_is_that_of_the_labels(options: dict[str, Any], structure: str, passes: list[int]) -> None:
+    """Whatever is drawn or dropped."""
+    model, data = problem(*[(20, 5)] * 6)
+    la = Laplace(model, "classification", structure, memory_budget=FEW, **options).fit(
+        data, generator=torch.Generator().manual_seed(3)
+    )
+    if structure != "full" or "rank_tolerance" in options:
+        assert len(passes) > 7  # batches and probe: some were left over
+    total = -torch.stack([nn.functional.cross_entropy(model(x), y, reduction="sum") for x, y in data]).sum()
+    expected = torch.autograd.grad(total, list(model.parameters()))
+    for found, own in zip(la.curvature.gradient.values(), expected, strict=True):
+        torch.testing.assert_close(found, own, rtol=1e-9, atol=1e-9 * float(own.abs().max()))
+
+
+def test_a_single_example_is_read_as_many_are(passes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one example is left over, it runs twice and nothing is probed anew."""
+    examined: list[int] = []
+    examine = probe.examine
+
+    def counted(record: Any, independent: bool) -> Any:
+        examined.append(record.examples)
+        return examine(record, independent)
+
+    monkeypatch.setattr(probe, "examine", counted)
+    model = nn.Linear(3, 3, bias=False).double()
+    nn.init.eye_(model.weight)
+    x = 40 * torch.eye(3, dtype=torch.float64)[torch.arange(20) % 3]
+    x[7] = torch.tensor([20.0, 20.0, 0.0])  # one of two
+    Laplace(model, "classification", "block", rank_tolerance=0.01).fit([(x, torch.arange(20) % 3)])
+    assert passes == [20, 4, 2]
+    assert examined == [4]
 
 
 def test_no_more_batches_wait_than_memory_allows(passes: list[int]) -> None:
@@ -139,6 +174,12 @@ def test_a_network_that_looks_at_the_whole_batch() -> None:
 def test_a_network_that_takes_batches_of_one_size(options: dict[str, Any]) -> None:
     model, data = problem(*[(20, 4)] * 4, model=Asserting())
     check_same(model, data, memory_budget=FEW, **options)
+
+
+def test_what_cannot_leave_its_batch_is_known_from_the_first(passes: list[int]) -> None:
+    model, data = problem(*[(20, 5)] * 40, model=Asserting())
+    Laplace(model, "classification", memory_budget=FEW, rank_tolerance=0.1).fit(data)
+    assert 40 < passes.count(20) < 52  # those that waited are run once more, later ones are not
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import Categorical, Gaussian, Laplace
+from lapwing.layers import window
 from tests import networks
 
 STRUCTURES = ["diag", "kron", "ekfac", "block", "full", "lowrank"]
@@ -129,6 +130,14 @@ def test_differentiable_in_x(structure: str, network: str) -> None:
         assert float((gradient * direction).sum()) == pytest.approx(float(numeric), rel=1e-5, abs=1e-8)
     sampled: Any = la.predict(x, method="sampled", samples=2, generator=torch.Generator().manual_seed(0))
     assert sampled.entropy.sum().requires_grad
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac"])
+def test_differentiable_where_images_are_convolved_with_the_basis(
+    structure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(window, "_FEW", 0)
+    test_differentiable_in_x(structure, "cnn")
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lapwing import InputError, Laplace
+from lapwing.layers import window
 from tests import networks, oracles
 
 STRUCTURES = ["diag", "kron", "ekfac", "block", "full", "lowrank"]
@@ -62,6 +63,14 @@ def test_against_dense_algebra(network: str, kind: str, likelihood: str) -> None
     for structure in DENSE if kind == "hessian" else STRUCTURES:
         if structure != "lowrank" or (kind == "ggn" and network != "bags"):
             check(network, structure, kind, likelihood)
+
+
+@pytest.mark.parametrize("network", ["cnn", "grouped-cnn", "batchnorm"])
+@pytest.mark.parametrize("structure", ["kron", "ekfac"])
+def test_images_convolved_with_the_basis(network: str, structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many of them are."""
+    monkeypatch.setattr(window, "_FEW", 0)
+    check(network, structure, "ggn", "classification")
 
 
 def check(network: str, structure: str, kind: str, likelihood: str) -> None:

@@ -18,8 +18,6 @@ class Columns:
     part: Callable[[int, int], Tensor]
     slope: Tensor | None = None
     """Where given, `[N]`: `∇_f log p` of example n is so many times its first column."""
-    gradient_first: bool = False
-    """Whether the first column has the direction of `∇_f log p`, though it may be too small to be scaled to it."""
 
 
 def given(columns: Tensor) -> Columns:

@@ -110,7 +110,7 @@ class Inputs:
         parts = [use.times(slice(start, stop), weight) for use in self.uses if isinstance(use, UseInputs)]
         assert len(parts) == len(self.uses)
         found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-        return found + matrix[:, None, -1] if self.bias else found
+        return found.add_(matrix[:, None, -1]) if self.bias else found
 
     def together(self) -> UseInputs:
         """All uses as one."""
@@ -235,7 +235,7 @@ def outer(g: Tensor, a: Tensor) -> Tensor:
 
 
 def outer_squares(g: Tensor, a: Tensor, budget: int) -> Tensor:
-    """`Σ_kn (Σ_r g_knr a_nrᵀ)²`: `[Q, O, I]`; no more than `budget` bytes of the gradients themselves at a time."""
+    """`Σ_kn (Σ_r g_knr a_nrᵀ)²`: `[Q, O, I]`; formed one by one, or as many examples as `budget` bytes hold."""
     together = _side_by_side(g)
     size = g.shape[2] * g.shape[4] * a.shape[3] * a.element_size() * (g.shape[0] if together else 1)
     step = max(1, budget // size)

@@ -63,8 +63,9 @@ class Laplace:
             branches' matrices without them.
         fisher_samples: draws per example of "fisher" and "rademacher".
         rank_tolerance: fraction of the GGN's trace (in output space, batch by batch) that may be dropped for speed: the
-            smallest (example, column) pairs go first. What was dropped is in `la.curvature.dropped` and `la.summary()`.
-            0 is exact; 1e-3 suits trained classifiers.
+            smallest (example, column) pairs go first (structure "kron" keeps those along the gradients of the labels,
+            which cost nothing). What was dropped is in `la.curvature.dropped` and `la.summary()`. 0 is exact; 1e-3
+            suits trained classifiers.
         rank: eigenpairs of structure "lowrank".
         unpack: `fn(batch) -> (args, kwargs, target)` for batches that are neither `(x, ..., y)` nor a
             mapping with "labels".

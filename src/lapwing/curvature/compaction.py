@@ -4,8 +4,9 @@ The columns `S_n` of each example are rotated so that they are orthogonal, `‖S
 (example, column) pairs of a batch are ranked by them, and the smallest dropped up to a fraction ε of the batch's trace
 `Σ_n tr Λ_n`. What is left is a lower bound of the exact sum, the same for the same batches.
 
-A first column with the direction of the gradient `∇_f log p` is kept for every example and not ranked: the gradient is
-backpropagated anyway, and what `Λ_n` has besides that column is small where a network is sure.
+Where the first columns have the direction of the gradient `∇_f log p` and it comes with them, they are kept for every
+example as they are: they cost nothing, and of what `Λ_n` has besides them, the eigenvalues of which are ranked then,
+there is little where a network is sure.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _FORWARD = 1.5  # what the forward pass of an example costs in backward passes o
 class Ranked:
     """The pairs that are kept: `columns: [K, N, D]`, largest first and 0 where dropped; `counts: [N]` per example.
 
-    `dropped` and `total` are traces, the latter with a column of the gradient's direction.
+    `dropped` and `total` are traces, the latter of all columns, ranked or not.
     """
 
     columns: Tensor
@@ -48,12 +49,12 @@ class Ranked:
         return example, self.columns[first + column, example]
 
 
-def rank(columns: Columns, tolerance: float, batches: Sequence[int]) -> Ranked:
-    """Rotate, rank and drop, in each of `batches` (how many examples it has) by itself."""
+def rank(columns: Columns, tolerance: float, batches: Sequence[int], first: int = 0) -> Ranked:
+    """Rotate, rank and drop columns `first` and on, in each of `batches` (how many examples it has) by itself."""
     roots = columns.part(0, columns.count)
     roots = roots.flatten(2).double() if roots.dim() > 2 else roots.unsqueeze(2).double()  # [K, N, D]
     totals = [own.square().sum() for own in roots.split(list(batches), dim=1)]
-    roots = roots[int(columns.gradient_first) :]
+    roots = roots[first:]
     gram = torch.einsum("knd,lnd->nkl", roots, roots)
     traces = gram.diagonal(dim1=1, dim2=2).sum(1).split(list(batches))
     live = [

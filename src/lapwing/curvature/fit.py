@@ -137,9 +137,10 @@ class Fit:
         vectors = self._columns(record, batch, generator)
         size = vectors.count * record.outputs.numel() * 8
         ranked = self.kind == "ggn" and self.rank_tolerance > 0 and 4 * size <= self.options.budget
-        # The gradient comes with the first column where that has its direction, and each layer a block of its own.
+        # The gradient comes with the first column where that has its direction, and each layer a block of its own. Of
+        # ranked columns that takes one of all examples: next to nothing for kron, but not where gradients are formed.
         whole = self.kind != "kfra" and all(len(block.layers) == 1 and block.chosen is None for block in blocks)
-        shared = slopes is not None and whole
+        shared = slopes is not None and whole and (self.structure == "kron" or not ranked)
         if slopes is not None and shared and self.kind == "fisher" and vectors.count == 1:
             self._add_sampled(record, targets, vectors, blocks, leftovers, slopes)
             return Traces()
@@ -231,8 +232,7 @@ class Fit:
             deliver(record, vectors, blocks)
             return
         leftovers.add(record, others, (own - drawn)[others])
-        drawn[same] = own[same]
-        deliver(record, given(drawn.unsqueeze(0)), blocks, slope=Slope(slopes))
+        deliver(record, vectors, blocks, slope=Slope(slopes))
 
     def _add_ranked(
         self,
@@ -244,9 +244,9 @@ class Fit:
         slope: Slope | None,
     ) -> Traces:
         """The largest columns on the batch as it is, what is left of them on a batch of their examples alone."""
-        if vectors.gradient_first:
+        if slope is not None:
             deliver(record, given(vectors.part(0, 1)), blocks, slope=slope)
-        ranked = rank(vectors, self.rank_tolerance, sizes)
+        ranked = rank(vectors, self.rank_tolerance, sizes, first=0 if slope is None else 1)
         whole = ranked.whole_batches()
         if whole:
             deliver(record, as_columns(ranked.columns[:whole], record.outputs), blocks)

@@ -74,7 +74,9 @@ class Leftovers:
     def flush(self, tape: Tape) -> None:
         """Run what is kept."""
         kept, self._kept = self._kept, []
-        together = _together(tape, kept) if kept else None
+        if not kept:
+            return
+        together = _together(tape, kept)
         if together is not None:
             self.backpropagate(together, _first(torch.cat([one.vectors for one in kept]), together))
             return

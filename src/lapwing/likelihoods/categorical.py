@@ -163,7 +163,7 @@ class Categorical:
             columns = torch.stack([column(j) for j in range(start, stop)])
             return self._outputs(columns.gather(3, order.expand(stop - start, *order.shape)), outputs)
 
-        return Columns(logits.shape[2] - 1, part, ratio.exp() * observed[:, 0] if safe else None, gradient_first=True)
+        return Columns(logits.shape[2] - 1, part, ratio.exp() * observed[:, 0] if safe else None)
 
     def _root(self, logits: Tensor, targets: Tensor) -> Callable[[int], Tensor]:
         """Column j of every position's own root, of logits `[N, E, C]`: `j -> [N, E, C]`."""
