@@ -71,6 +71,40 @@ def test_the_gradient_is_that_of_the_labels(options: dict[str, Any], structure: 
         torch.testing.assert_close(found, own, rtol=1e-9, atol=1e-9 * float(own.abs().max()))
 
 
+@pytest.mark.parametrize("likelihood", ["binary", "regression", "classification"])
+def test_draws_in_one_direction_leave_nothing_over(likelihood: str, passes: list[int]) -> None:
+    """Of one output or two classes any draw has the direction of the gradient."""
+    torch.manual_seed(0)
+    outputs = 2 if likelihood == "classification" else 1
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
+    x = torch.randn(20, 3, dtype=torch.float64)
+    y = {"binary": torch.arange(20.0).double() % 2, "regression": x[:, 0] + 1, "classification": torch.arange(20) % 2}
+    target = y[likelihood] if likelihood == "classification" else y[likelihood].unsqueeze(1)
+    la = Laplace(model, likelihood, curvature="fisher").fit([(x, target)], generator=torch.Generator().manual_seed(0))
+    assert passes == [20, 4]
+    total = la.likelihood.log_prob(model(x), target).sum()
+    expected = torch.autograd.grad(total, list(model.parameters()))
+    for found, own in zip(la.curvature.gradient.values(), expected, strict=True):
+        torch.testing.assert_close(found, own, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_far_from_their_draws(dtype: torch.dtype) -> None:
+    """Draws as sure, and labels as unlikely, as numbers can be."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+    x = torch.randn(24, 3, dtype=dtype)
+    with torch.no_grad():
+        model[2].weight.mul_(200.0)  # type: ignore[operator,union-attr]
+    y = torch.arange(24) % 2
+    la = Laplace(model, "classification", curvature="fisher").fit([(x, y)], generator=torch.Generator().manual_seed(0))
+    total = -nn.functional.cross_entropy(model(x), y, reduction="sum")
+    expected = torch.autograd.grad(total, list(model.parameters()))
+    for found, own in zip(la.curvature.gradient.values(), expected, strict=True):
+        rounding = 200 * torch.finfo(dtype).eps * float(own.abs().max())
+        torch.testing.assert_close(found, own, rtol=0, atol=rounding)
+
+
 def test_a_single_example_is_read_as_many_are(passes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one example is left over, it runs twice and nothing is probed anew."""
     examined: list[int] = []
@@ -213,7 +247,7 @@ class Rounding(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(16, 1, bias=False)
+        self.linear = nn.Linear(16, 3, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = 1e3 * self.linear(x) + 1e-4 * len(x)
@@ -226,12 +260,12 @@ def test_small_outputs_of_a_large_batch(passes: list[int]) -> None:
     model, data = Rounding(), []
     for _ in range(12):
         x = torch.randn(64, 16)
-        x[5] = 0  # either label is as likely
-        data.append((x, (model(x) > 0).float()))
-    Laplace(model, "binary", curvature="fisher", memory_budget=FEW).fit(
+        x[5] = 0  # each label is as likely
+        data.append((x, model(x).argmax(1)))
+    Laplace(model, "classification", curvature="fisher", memory_budget=FEW).fit(
         data, generator=torch.Generator().manual_seed(0)
     )
-    assert len(passes) > 14  # batches and probe, and some were left over
+    assert len(passes) > 13  # batches and probe, and some were left over
     assert passes.count(64) == 12  # no batch was run once more
 
 

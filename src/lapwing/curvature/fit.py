@@ -220,19 +220,19 @@ class Fit:
         leftovers: Leftovers,
         slopes: dict[str, Tensor],
     ) -> None:
-        """One draw per example. Where it drew the label itself, as trained networks mostly do, its column is the
-        gradient; what the gradient lacks of the other examples is left over.
+        """One draw per example. Where its column has the direction of the gradient, as it has where the label was drawn
+        and wherever there is one direction only, it gives the gradient too; what that lacks of the other examples is
+        left over.
         """
         drawn, own = vectors.part(0, 1)[0], output_gradient(self.likelihood, record.outputs, targets)
-        gap = (drawn - own).flatten(1).abs().amax(1)
-        same = gap <= 64 * torch.finfo(own.dtype).eps * drawn.flatten(1).abs().amax(1)
-        others = (~same).nonzero().squeeze(1)
-        if 2 * len(others) > len(same):
+        scale, along = _multiples(drawn.flatten(1), own.flatten(1))
+        others = (~along).nonzero().squeeze(1)
+        if 2 * len(others) > len(along):
             self._add_slope(record, targets, slopes)
             deliver(record, vectors, blocks)
             return
         leftovers.add(record, others, (own - drawn)[others])
-        deliver(record, vectors, blocks, slope=Slope(slopes))
+        deliver(record, vectors, blocks, slope=Slope(slopes, None if bool((scale == 1).all()) else scale))
 
     def _add_ranked(
         self,
@@ -275,6 +275,20 @@ class Fit:
             self._add(record, batch, targets_of, leftovers, generator)
         leftovers.flush(tape)
         return refined
+
+
+def _multiples(of: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """How many times those `of` the vectors are, `[N]` from `[N, D]` each, and whether they are, up to rounding (little
+    of that in half precision); 1 where they are not.
+    """
+    rounding = min(64 * torch.finfo(of.dtype).eps, 1e-3)
+    size = of.abs().amax(1)
+    unit = of / size.clamp(min=torch.finfo(of.dtype).tiny).unsqueeze(1)  # so that no square underflows
+    times = (unit * vectors).sum(1) / (unit.square().sum(1) * size)
+    times = torch.where((size == 0) | ((times - 1).abs() <= rounding), torch.ones_like(times), times)
+    gap = (vectors - times.unsqueeze(1) * of).abs().amax(1)
+    along = gap <= rounding * vectors.abs().amax(1)
+    return torch.where(along, times, torch.ones_like(times)), along
 
 
 def _add_gradient(record: Record, vectors: Tensor, slopes: dict[str, Tensor]) -> None:
