@@ -26,6 +26,11 @@ class Slope:
     sums: dict[str, Tensor]
     scale: Tensor | None = None
 
+    @staticmethod
+    def of(sums: dict[str, Tensor], scale: Tensor) -> Slope:
+        """With a `scale` that may be 1 for all examples, so that there is nothing to multiply."""
+        return Slope(sums, None if bool((scale == 1).all()) else scale)
+
     def add(self, record: Record, layer: Layer, uses: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Add a layer, from the gradients of the first column at the outputs of its uses, `[*output]` each."""
         into = self._into(layer, record.dtype, record.outputs.device)

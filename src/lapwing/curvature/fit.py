@@ -144,7 +144,7 @@ class Fit:
         if slopes is not None and shared and self.kind == "fisher" and vectors.count == 1:
             self._add_sampled(record, targets, vectors, blocks, leftovers, slopes)
             return Traces()
-        slope = None if slopes is None or not shared or vectors.slope is None else Slope(slopes, vectors.slope)
+        slope = None if slopes is None or not shared or vectors.slope is None else Slope.of(slopes, vectors.slope)
         if slope is None:
             self._add_slope(record, targets, slopes)
         if blocks:
@@ -232,7 +232,7 @@ class Fit:
             deliver(record, vectors, blocks)
             return
         leftovers.add(record, others, (own - drawn)[others])
-        deliver(record, vectors, blocks, slope=Slope(slopes, None if bool((scale == 1).all()) else scale))
+        deliver(record, vectors, blocks, slope=Slope.of(slopes, scale))
 
     def _add_ranked(
         self,
