@@ -13,11 +13,11 @@ from torch import Tensor
 from lapwing.batches import Unpack, read
 from lapwing.columns import Columns, given, side_by_side
 from lapwing.curvature import lowrank
-from lapwing.curvature.accumulator import sum_dtype
 from lapwing.curvature.blocks import Block, choose, deliver
 from lapwing.curvature.compaction import as_columns, rank
 from lapwing.curvature.curvature import Curvature, Traces
 from lapwing.curvature.diagonal import DiagonalAccumulator
+from lapwing.curvature.gradient import add_gradient, by_parameter, multiples
 from lapwing.curvature.hessian import add_hessian
 from lapwing.curvature.kfra import add_kfra
 from lapwing.curvature.kinds import RANDOM, check_count, columns, output_gradient
@@ -81,7 +81,7 @@ class Fit:
         if self.structure == "lowrank":
             budget = self.options.budget
             blocks = (lowrank.fill(blocks[0], tape, self.likelihood, loader, self.unpack, budget, self.progress),)
-        gradient = _by_parameter(tape, slopes)
+        gradient = by_parameter(tape, slopes)
         curvature = Curvature(self.structure, self.kind, blocks, statistics, gradient, traces)
         return curvature if passes == 1 else curvature.scale(1 / passes)
 
@@ -201,13 +201,13 @@ class Fit:
     def _add_slope(self, record: Record, targets: Tensor, slopes: dict[str, Tensor] | None) -> None:
         """Add the gradient by a backward pass of its own."""
         if slopes is not None:
-            _add_gradient(record, output_gradient(self.likelihood, record.outputs, targets), slopes)
+            add_gradient(record, output_gradient(self.likelihood, record.outputs, targets), slopes)
 
     def _leftovers(self, blocks: tuple[Block, ...], slopes: dict[str, Tensor]) -> Leftovers:
         """Of a draw other than the label the gradient is left over, of ranked columns the curvature."""
         if self.kind == "fisher":
             return Leftovers(
-                lambda record, vectors: _add_gradient(record, vectors.part(0, vectors.count).sum(0), slopes)
+                lambda record, vectors: add_gradient(record, vectors.part(0, vectors.count).sum(0), slopes)
             )
         return Leftovers(lambda record, vectors: deliver(record, vectors, blocks))
 
@@ -225,7 +225,7 @@ class Fit:
         left over.
         """
         drawn, own = vectors.part(0, 1)[0], output_gradient(self.likelihood, record.outputs, targets)
-        scale, along = _multiples(drawn.flatten(1), own.flatten(1))
+        scale, along = multiples(drawn.flatten(1), own.flatten(1))
         others = (~along).nonzero().squeeze(1)
         if 2 * len(others) > len(along):
             self._add_slope(record, targets, slopes)
@@ -275,48 +275,6 @@ class Fit:
             self._add(record, batch, targets_of, leftovers, generator)
         leftovers.flush(tape)
         return refined
-
-
-def _multiples(of: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """How many times those `of` the vectors are, `[N]` from `[N, D]` each, and whether they are, up to rounding (little
-    of that in half precision); 1 where they are not.
-    """
-    rounding = min(64 * torch.finfo(of.dtype).eps, 1e-3)
-    size = of.abs().amax(1)
-    unit = of / size.clamp(min=torch.finfo(of.dtype).tiny).unsqueeze(1)  # so that no square underflows
-    times = (unit * vectors).sum(1) / (unit.square().sum(1) * size)
-    times = torch.where((size == 0) | ((times - 1).abs() <= rounding), torch.ones_like(times), times)
-    gap = (vectors - times.unsqueeze(1) * of).abs().amax(1)
-    along = gap <= rounding * vectors.abs().amax(1)
-    return torch.where(along, times, torch.ones_like(times)), along
-
-
-def _add_gradient(record: Record, vectors: Tensor, slopes: dict[str, Tensor]) -> None:
-    """Add `Σ_n J_nᵀ v_n`, `vectors: [N, *output]`, by a backward pass: to the recorded outputs, which is less work,
-    where all layers are read there and no graph of the gradients is made.
-    """
-    layers = record.tape.layers or ()
-    read = not any(layer.path == "fallback" or layer.name in record.lost for layer in layers)
-    if read and not record.create_graph:
-        record.sweep(given(vectors.unsqueeze(0)), None, None, {layer.name for layer in layers}, Slope(slopes))
-        return
-    found = record.gradient(vectors)
-    for layer in layers:
-        packed = layer.pack({name: found[name] for name in layer.parameters})
-        packed = packed.to(sum_dtype(packed.dtype))
-        slopes[layer.name] = slopes[layer.name] + packed if layer.name in slopes else packed
-
-
-def _by_parameter(tape: Tape, slopes: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients in the layout of each layer by the names of its parameters; 0 where no batch reached a layer."""
-    found: dict[str, Tensor] = {}
-    for layer in tape.layers or ():
-        like = tape.parameters[layer.parameters[0]].detach()
-        packed = slopes.get(layer.name)
-        if packed is None:
-            packed = torch.zeros(layer.size, dtype=sum_dtype(like.dtype), device=like.device)
-        found |= layer.unpack(packed)
-    return {name: found[name] for name in tape.parameters}
 
 
 def _eigen(factors: KroneckerAccumulator | TiedAccumulator, budget: int) -> DiagonalAccumulator:
