@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lapwing.basis import KroneckerBasis
 from lapwing.gradients import Inputs, Pair, UseInputs, outer
+from lapwing.layers.window import Images, Window
 
 EXAMPLES, COLUMNS = 4, 3
 
@@ -66,3 +67,17 @@ def test_coordinates(positions: int, groups: int, columns: int, bias: bool) -> N
         left, right = basis._rotated(pair, 1, 3)
         torch.testing.assert_close(left, torch.einsum("knqro,qop->knqrp", g[:, 1:3], output))
         torch.testing.assert_close(right, torch.einsum("nqri,qij->nqrj", whole[1:3], inner))
+
+
+@pytest.mark.parametrize(("groups", "bias"), list(product((1, 2), (False, True))))
+def test_several_images_of_an_example(groups: int, bias: bool) -> None:
+    """As the frames of a film: their positions are side by side."""
+    x, window = random(EXAMPLES, 3, 2 * groups, 4, 5), Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))
+    use = UseInputs(
+        lambda part: window.patches(x[part], groups), lambda part: Images(window, x[part].flatten(0, 1), groups)
+    )
+    matrix = random(groups, 18 + bias, 7)
+    a = window.patches(x, groups)
+    whole = torch.cat([a, torch.ones_like(a[..., :1])], dim=-1) if bias else a
+    found = Inputs((use,), EXAMPLES, bias).times(1, 3, matrix)
+    torch.testing.assert_close(found, torch.einsum("nqri,qij->nqrj", whole[1:3], matrix))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lapwing import Categorical, InputError, Laplace, probe
 from lapwing.curvature import leftovers
+from lapwing.curvature.gradient import multiples
 from tests import networks
 from tests.sums import check_same
 
@@ -88,20 +89,33 @@ def test_draws_in_one_direction_leave_nothing_over(likelihood: str, passes: list
         torch.testing.assert_close(found, own, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_multiples_of_a_vector(dtype: torch.dtype) -> None:
+    tiny = torch.finfo(dtype).tiny
+    of = [[1.0, -1.0, 0.0], [1.0, -1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 2.0, 0.0], [tiny, -tiny, 0.0]]
+    vectors = [[1.0, -1.0, 0.0], [-4.0, 4.0, 0.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
+    of += [[-0.98, 0.99, -0.01]]
+    vectors += [[0.02, -0.01, -0.01]]  # in half precision, half of it might be put down to rounding
+    times, along = multiples(torch.tensor(of, dtype=dtype), torch.tensor(vectors, dtype=dtype))
+    assert times.tolist() == [1.0, -4.0, 1.0, 1.0, 0.0, 1.0, 1.0]
+    assert along.tolist() == [True, True, True, False, True, False, False]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_far_from_their_draws(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("size", [5.0, 20.0, 200.0])
+def test_gradients_far_from_their_draws(size: float, dtype: torch.dtype) -> None:
     """Draws as sure, and labels as unlikely, as numbers can be."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
     x = torch.randn(24, 3, dtype=dtype)
     with torch.no_grad():
-        model[2].weight.mul_(200.0)  # type: ignore[operator,union-attr]
+        model[2].weight.mul_(size)  # type: ignore[operator,union-attr]
     y = torch.arange(24) % 2
     la = Laplace(model, "classification", curvature="fisher").fit([(x, y)], generator=torch.Generator().manual_seed(0))
     total = -nn.functional.cross_entropy(model(x), y, reduction="sum")
     expected = torch.autograd.grad(total, list(model.parameters()))
     for found, own in zip(la.curvature.gradient.values(), expected, strict=True):
-        rounding = 200 * torch.finfo(dtype).eps * float(own.abs().max())
+        rounding = 20 * torch.finfo(dtype).eps * float(own.abs().max())
         torch.testing.assert_close(found, own, rtol=0, atol=rounding)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lapwing import InputError, Laplace
-from lapwing.layers import window
+from lapwing.layers import elementwise, window
 from tests import networks, oracles
 
 STRUCTURES = ["diag", "kron", "ekfac", "block", "full", "lowrank"]
@@ -71,6 +71,15 @@ def test_images_convolved_with_the_basis(network: str, structure: str, monkeypat
     """As many of them are."""
     monkeypatch.setattr(window, "_FEW", 0)
     check(network, structure, "ggn", "classification")
+
+
+@pytest.mark.parametrize("network", ["batchnorm", "norms"])
+def test_products_summed_one_example_at_a_time(network: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of large images are; by the rule, which would not be taken if they were wrong."""
+    monkeypatch.setattr(elementwise, "_CACHE", 1)
+    check(network, "diag", "ggn", "classification")
+    la, _ = fitted(network, "diag", "ggn", "classification")
+    assert all(layer.path != "fallback" for block in la.curvature.blocks for layer in block.layers)
 
 
 def check(network: str, structure: str, kind: str, likelihood: str) -> None:

@@ -20,16 +20,14 @@ from lapwing.curvature.kfra import RESIDUAL
 from lapwing.data_evidence import data_evidence
 from lapwing.errors import InputError, NotFittedError, choose, positive
 from lapwing.fitted import Fitted
-from lapwing.guard import borrowed, random_state_kept, twice_differentiable
+from lapwing.guard import borrowed, random_state_kept
 from lapwing.likelihoods import Likelihood
 from lapwing.linear_model import linear_model
 from lapwing.mode import Mode, find_mode
 from lapwing.posterior import CENTERS, TEMPERED, Posterior
-from lapwing.predictive.joint import JointPrediction, JointSamples
-from lapwing.predictive.linearized import Latent, kept_covariance, latent
+from lapwing.predictive import asking
+from lapwing.predictive.linearized import Latent
 from lapwing.predictive.prediction import Prediction
-from lapwing.predictive.pushed import pushed_outputs
-from lapwing.predictive.sampled import sampled_outputs
 from lapwing.priors import Prior
 from lapwing.spectrum import Spectrum
 from lapwing.subnetwork import Subnetwork
@@ -37,8 +35,6 @@ from lapwing.summary import summarize
 from lapwing.tape import Tape
 from lapwing.tuning import Groups, Tuning, tune
 from lapwing.weights import LAST_LAYER, Weights, last_layer, refuse_complex, select, unwrap
-
-_CROSS = 64  # examples at once, at least, of the larger of two batches whose covariance is wanted
 
 
 class Laplace:
@@ -379,7 +375,7 @@ class Laplace:
         """
         if joint and diagonal:
             raise InputError("latent: joint=True and diagonal=True exclude each other.")
-        return self._latent(x, joint, 0 if diagonal else sys.maxsize, center)
+        return asking.latent(self, x, joint, 0 if diagonal else sys.maxsize, center)
 
     def cross_covariance(self, x: Any, other: Any, center: str | None = None) -> Tensor:
         """Covariance of the linearized outputs at `x` with those at `other`: `[N·D, M·D]`.
@@ -387,24 +383,7 @@ class Laplace:
         It is a block of the joint covariance at the inputs of both, which the model sees as one batch; the larger of
         the two goes in parts, so that little is computed of the rest of that matrix.
         """
-        first, second = self._inputs(x), self._inputs(other)
-        examples, others = first.examples(), second.examples()
-        if others < examples:
-            return self.cross_covariance(second, first, center).T
-        step, split = max(examples, _CROSS), second.split(others)
-        columns = []
-        for start in range(0, others, step):
-            found = self._latent(first.joined(split.part(start, start + step)), True, sys.maxsize, center)
-            rows = examples * found.mean[0].numel()
-            columns.append(found.covariance[:rows, rows:])
-        return torch.cat(columns, dim=1)
-
-    def _latent(self, x: Any, joint: bool, keep: int, center: str | None) -> Latent:
-        state = self._unchanged()
-        posterior = self.at(center=center).posterior
-        inputs = self._inputs(x)
-        with random_state_kept(), self._borrow(state.weights):
-            return latent(state.tape, posterior, inputs, joint, keep, self.max_columns, self.progress)
+        return asking.cross_covariance(self, x, other, center)
 
     def predict(
         self,
@@ -433,42 +412,7 @@ class Laplace:
             joint: all inputs together: a `JointPrediction` with the covariance between them, or the `JointSamples` of
                 "pushed" and "sampled", both with `sample`, a joint `log_prob` and the `marginals` of each input.
         """
-        choose(method, ("linearized", "pushed", "sampled"), "method")
-        if isinstance(samples, int) and samples < 1:
-            raise InputError(f"predict(samples=...) needs at least 1, got {samples}.")
-        noise = self._noise.detach()
-        if method != "linearized":
-            if link is not None:
-                raise InputError(f"link belongs to method='linearized'; {method!r} predictions average p(y|f) itself.")
-            outputs = self._drawn_outputs(x, method, 100 if samples is None else samples, generator, center)
-            if joint:
-                return JointSamples(outputs, self.likelihood, noise)
-            return self.likelihood.predict_samples(outputs, noise)
-        if isinstance(samples, Mapping):
-            raise InputError("Weights as samples belong to method='pushed' or 'sampled'.")
-        count = 1000 if samples is None else samples
-        if joint:
-            found = self._latent(x, True, sys.maxsize, center)
-            prediction = JointPrediction(found.mean, found.covariance, self.likelihood, noise, link, count, generator)
-            return prediction if link is None else prediction.checked()
-        latents = self._latent(x, False, kept_covariance(link), center).outputs()
-        return self.likelihood.predict_gaussian(latents, noise, link, count, generator)
-
-    def _drawn_outputs(
-        self,
-        x: Any,
-        method: str,
-        samples: int | Mapping[str, Tensor],
-        generator: torch.Generator | None,
-        center: str | None,
-    ) -> Tensor:
-        """Outputs of drawn weights, of the linearized network or of itself: `[S, N, *output]`."""
-        state, inputs, posterior = self._unchanged(), self._inputs(x), self.at(center=center).posterior
-        with self._borrow(state.weights):
-            if method == "pushed":
-                with twice_differentiable(self.model):
-                    return pushed_outputs(state.tape, posterior, inputs, samples, generator, self.progress)
-            return sampled_outputs(state.tape, posterior, inputs, samples, generator, self.progress)
+        return asking.predict(self, x, method, link, samples, generator, center, joint)
 
     def _inputs(self, x: Any) -> Inputs:
         return asked(x, self.device)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 _MANY = 128  # images, for which it pays to make a matrix of a kernel
+_LARGE = 64  # entries of a kernel, of which it does not
 _FEW = 2048  # patches, for which it does not pay to make kernels of a matrix
-_LARGE = 64  # entries of a kernel, for which it does not
 
 
 @dataclass(frozen=True)
