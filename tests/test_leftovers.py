@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import Categorical, InputError, Laplace, probe
+from lapwing.batches import Inputs
+from lapwing.columns import Columns
 from lapwing.curvature import leftovers
 from lapwing.curvature.gradient import multiples
+from lapwing.tape import Record, Tape
 from tests import networks
 from tests.sums import check_same
 
@@ -136,6 +139,54 @@ def test_a_single_example_is_read_as_many_are(passes: list[int], monkeypatch: py
     Laplace(model, "classification", "block", rank_tolerance=0.01).fit([(x, torch.arange(20) % 3)])
     assert passes == [20, 4, 2]
     assert examined == [4]
+
+
+Calls = list[tuple[int, int]]
+
+
+@pytest.mark.parametrize(
+    ("batches", "before", "after"),
+    [
+        # The second and the third would be more than a batch; at last five of two vectors go beside two of three.
+        ([[1] * 15 + [2] * 5, [1] * 30 + [3] * 2, [1] * 38], [(15, 1), (30, 1)], [(38, 1), (7, 3)]),
+        ([[1] * 20 + [2] * 20, [2] * 10], [], [(20, 1), (30, 2)]),  # all of them would be more than a batch
+    ],
+)
+def test_examples_with_as_many_vectors_go_together(batches: list[list[int]], before: Calls, after: Calls) -> None:
+    """Few with less beside those with more."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4).double()
+    tape = Tape(model, dict(model.named_parameters()))
+    calls: Calls = []
+    total, expected = torch.zeros(2, 4, 3, dtype=torch.float64)
+
+    def backpropagate(record: Record, columns: Columns) -> None:
+        calls.append((record.examples, columns.count))
+        total.add_(torch.einsum("kno,ni->oi", columns.part(0, columns.count), record.inputs.args[0]))
+
+    waiting = leftovers.Leftovers(backpropagate)
+    for counts in batches:
+        x, examples, number = torch.randn(40, 3).double(), torch.randperm(40)[: len(counts)], torch.tensor(counts)
+        vectors = torch.randn(max(counts), len(counts), 4, dtype=torch.float64)
+        vectors *= torch.arange(max(counts)).unsqueeze(1).lt(number).unsqueeze(2)
+        expected += torch.einsum("kno,ni->oi", vectors, x[examples])
+        waiting.add(tape.record(Inputs((x,), {})), examples, vectors, number)
+    assert calls == before
+    waiting.flush(tape)
+    assert calls == before + after
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_an_example_with_several_vectors_runs_once(passes: list[int]) -> None:
+    model = nn.Linear(3, 3, bias=False).double()
+    nn.init.eye_(model.weight)
+    x = 40 * torch.eye(3, dtype=torch.float64)[torch.arange(20) % 3]
+    x[7], x[11] = torch.tensor([20.0, 20.0, 0.0]), 0  # one of two classes, and any of three
+    data = [(x, torch.arange(20) % 3)] * 6
+    check_same(model, data, "block", memory_budget=FEW, rank_tolerance=1e-6)
+    passes.clear()
+    Laplace(model, "classification", "block", memory_budget=FEW, rank_tolerance=1e-6).fit(data)
+    assert passes == [20, 4, *[20] * 5, 12]
 
 
 def test_no_more_batches_wait_than_memory_allows(passes: list[int]) -> None:

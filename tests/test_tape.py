@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lapwing import Laplace
 from lapwing.batches import Inputs
@@ -537,3 +538,59 @@ def test_batch_norm_of_single_examples(sizes: tuple[int, ...]) -> None:
     la = Laplace(model, "classification", "full").fit(networks.batches(x, y, *sizes))
     assert "fallback (loop)" in la.summary()
     torch.testing.assert_close(la.curvature.blocks[0].accumulator.matrix(), oracles.curvature(la, [(x, y)]))
+
+
+class Pooled(nn.Module):
+    """Largest rectified numbers, of what `way` does between the two."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.convolution, self.head = way, nn.Conv2d(2, 3, 3), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.convolution(x)
+        r = functional.relu(z, inplace=self.way == "in place")
+        if self.way == "argument changed":
+            z.detach().add_(1.0)
+        if self.way == "indices":
+            pooled = functional.max_pool2d(r, 2, return_indices=True)[0]
+        elif self.way == "adaptive":
+            pooled = functional.adaptive_max_pool2d(r, 2)
+        else:
+            pooled = functional.max_pool2d(r, 2)
+        if self.way == "used twice":
+            pooled = pooled + r[:, :, ::2, ::2]
+        logits: Tensor = self.head(pooled.flatten(1))
+        return logits
+
+
+@pytest.mark.parametrize("way", ["plain", "in place", "argument changed", "indices", "adaptive", "used twice"])
+def test_pooled_after_it_was_rectified(way: str) -> None:
+    """In whichever order the two run: the gradients are autograd's."""
+    torch.manual_seed(0)
+    model, x = Pooled(way).double(), torch.randn(6, 2, 6, 6, dtype=torch.float64)
+    model.get_parameter("convolution.bias").data.sub_(0.3)  # some windows have nothing above 0
+    y = torch.arange(6) % 3
+    la = Laplace(model, "classification", "diag", "empirical").fit([(x, y)])
+    assert not any("fallback" in line for line in str(la.summary()).splitlines())
+    names = [name for name, _ in model.named_parameters()]
+    expected = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
+    for own, label in zip(x, y, strict=True):
+        loss = functional.cross_entropy(model(own.unsqueeze(0)), label.unsqueeze(0))
+        for name, gradient in zip(names, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            expected[name] += gradient.square()
+    for block in la.curvature.blocks:
+        found = block.unpack(block.accumulator.tensors()["sums"].flatten())
+        for name in block.parameters:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-14)
+
+
+def test_fewer_numbers_are_rectified_where_they_are_pooled() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(18, 2))
+    record = Tape(model, dict(model.named_parameters())).record(Inputs((torch.randn(5, 1, 8, 8),), {}))
+    names, node = [], record.outputs.grad_fn
+    while node is not None and node.next_functions:
+        names.append(node.name())
+        node = next((child for child, _ in node.next_functions if child and child.next_functions), None)
+    order = [name for name in names if name in ("ReluBackward0", "MaxPool2DWithIndicesBackward0")]
+    assert order == ["ReluBackward0", "MaxPool2DWithIndicesBackward0"]

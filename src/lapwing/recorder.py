@@ -82,7 +82,29 @@ _READING_VALUES = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose,
     Tensor.is_nonzero, torch.is_nonzero,
 }  # fmt: skip
+_RECTIFYING = {functional.relu, torch.relu, Tensor.relu}
+_POOLING = {
+    functional.max_pool1d, functional.max_pool2d, functional.max_pool3d, functional.adaptive_max_pool1d,
+    functional.adaptive_max_pool2d, functional.adaptive_max_pool3d,
+}  # fmt: skip
 _ADDING = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__}
+
+
+@dataclass(frozen=True)
+class _Rectified:
+    """The last result of a ReLU and its argument, as they were. The largest of rectified numbers is the largest number,
+    rectified: in this order there are fewer to rectify.
+    """
+
+    output: Tensor
+    input: Tensor
+    output_version: int
+    input_version: int
+
+    def holds(self, args: tuple[Any, ...]) -> bool:
+        """Whether the first argument of a function is the result, and neither has been changed in place since."""
+        versions = self.output._version == self.output_version and self.input._version == self.input_version
+        return bool(args) and args[0] is self.output and versions
 
 
 class Recorder(TorchFunctionMode):
@@ -98,6 +120,7 @@ class Recorder(TorchFunctionMode):
         self._view, self.mailbox, self.uses = owner_of(names), mailbox, list[Use]()
         self.decides, self.computed = False, 0
         self._nodes: dict[object, int] = {}
+        self._rectified: _Rectified | None = None
 
     def owner(self, value: object) -> View | None:
         """The parameter of which a value is a view, unless it is the result of a use that was read already."""
@@ -116,7 +139,7 @@ class Recorder(TorchFunctionMode):
         if func in _ADDING and len(args) == 2:
             args = self._broadcast(args)
         rule = RULES.get(func)
-        output = func(*args, **kwargs) if rule is None or _recomputed() else rule.run(func, args, kwargs)
+        output = self._run(func, rule, args, kwargs)
         found = _tensors(output)
         self.computed += sum(tensor.numel() for tensor in found)
         given = _tensors([*args, *kwargs.values()])
@@ -129,6 +152,20 @@ class Recorder(TorchFunctionMode):
         bias = self._lone_bias(rule, call, args, kwargs, output)
         if bias is not None:
             self._add(LONE_BIAS, bias, output)
+        return output
+
+    def _run(self, func: Any, rule: Rule | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The value of a function, with as little work as is known."""
+        if _recomputed():
+            return func(*args, **kwargs)
+        if rule is not None:
+            return rule.run(func, args, kwargs)
+        before = self._rectified
+        if func in _POOLING and before is not None and before.holds(args):
+            return functional.relu(func(before.input, *args[1:], **kwargs))
+        output = func(*args, **kwargs)
+        if func in _RECTIFYING and args and output.requires_grad and output is not args[0]:
+            self._rectified = _Rectified(output, args[0], output._version, args[0]._version)
         return output
 
     def _add(self, rule: Rule, call: Call, output: Tensor) -> None:

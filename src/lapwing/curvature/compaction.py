@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lapwing.columns import Columns, given
+from lapwing.columns import Columns
 
 _FORWARD = 1.5  # what the forward pass of an example costs in backward passes of one column
 
@@ -35,18 +35,20 @@ class Ranked:
     total: float
 
     def whole_batches(self) -> int:
-        """How many columns to backpropagate for the whole batch, the graph of which exists, before the pairs that
-        are left are cheaper in a batch of their own, which needs a forward pass as well.
+        """How many columns to backpropagate for the whole batch, the graph of which exists, before the examples that
+        have more are cheaper in a batch of their own, which needs a forward pass as well.
         """
-        left = [int((self.counts > k).sum()) for k in range(self.columns.shape[0])]
-        costs = [k * len(self.counts) + (1 + _FORWARD) * sum(left[k:]) for k in range(len(left) + 1)]
+        counts = [int(count) for count in self.counts.bincount()]  # how many examples have 0 pairs, 1, ...
+        costs = [
+            first * len(self.counts) + sum((_FORWARD + k - first) * n for k, n in enumerate(counts) if k > first)
+            for first in range(self.columns.shape[0] + 1)
+        ]
         return min(range(len(costs)), key=costs.__getitem__)
 
-    def left_over(self, first: int) -> tuple[Tensor, Tensor]:
-        """Pairs of columns `first` and on: the examples `[M]` and their vectors `[M, D]`."""
-        number = torch.arange(first, self.columns.shape[0], device=self.counts.device)
-        column, example = (self.counts > number.unsqueeze(1)).nonzero(as_tuple=True)
-        return example, self.columns[first + column, example]
+    def left_over(self, first: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Columns `first` and on: the examples `[M]` that have some, their vectors `[K, M, D]`, and how many `[M]`."""
+        examples = (self.counts > first).nonzero().squeeze(1)
+        return examples, self.columns[first:, examples], self.counts[examples] - first
 
 
 def rank(columns: Columns, tolerance: float, batches: Sequence[int], first: int = 0) -> Ranked:
@@ -100,6 +102,6 @@ def _surely_dropped(traces: Tensor, allowed: Tensor, columns: int) -> Tensor:
     return ascending[fits].amax() / columns if bool(fits.any()) else torch.zeros_like(allowed) - 1
 
 
-def as_columns(vectors: Tensor, like: Tensor) -> Columns:
-    """`[K, N, D]` in the shape and dtype of outputs `[N, *output]`."""
-    return given(vectors.reshape(vectors.shape[0], -1, *like.shape[1:]).to(like.dtype))
+def like_outputs(vectors: Tensor, outputs: Tensor) -> Tensor:
+    """`[K, M, D]` in the shape and dtype of outputs `[N, *output]`: `[K, M, *output]`."""
+    return vectors.reshape(*vectors.shape[:2], *outputs.shape[1:]).to(outputs.dtype)

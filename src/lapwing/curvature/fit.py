@@ -14,7 +14,7 @@ from lapwing.batches import Unpack, read
 from lapwing.columns import Columns, given, side_by_side
 from lapwing.curvature import lowrank
 from lapwing.curvature.blocks import Block, choose, deliver
-from lapwing.curvature.compaction import as_columns, rank
+from lapwing.curvature.compaction import like_outputs, rank
 from lapwing.curvature.curvature import Curvature, Traces
 from lapwing.curvature.diagonal import DiagonalAccumulator
 from lapwing.curvature.gradient import add_gradient, by_parameter, multiples
@@ -231,7 +231,7 @@ class Fit:
             self._add_slope(record, targets, slopes)
             deliver(record, vectors, blocks)
             return
-        leftovers.add(record, others, (own - drawn)[others])
+        leftovers.add(record, others, (own - drawn)[others].unsqueeze(0), torch.ones_like(others))
         deliver(record, vectors, blocks, slope=Slope.of(slopes, scale))
 
     def _add_ranked(
@@ -249,9 +249,9 @@ class Fit:
         ranked = rank(vectors, self.rank_tolerance, sizes, first=0 if slope is None else 1)
         whole = ranked.whole_batches()
         if whole:
-            deliver(record, as_columns(ranked.columns[:whole], record.outputs), blocks)
-        examples, left = ranked.left_over(whole)
-        leftovers.add(record, examples, left.reshape(-1, *record.outputs.shape[1:]).to(record.outputs.dtype))
+            deliver(record, given(like_outputs(ranked.columns[:whole], record.outputs)), blocks)
+        examples, left, counts = ranked.left_over(whole)
+        leftovers.add(record, examples, like_outputs(left, record.outputs), counts)
         return Traces(ranked.dropped, ranked.total)
 
     def _second_phase(

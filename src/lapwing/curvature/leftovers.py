@@ -1,9 +1,9 @@
-"""Single examples that batches leave over, each with a vector of its own: kept until they fill a batch."""
+"""Single examples that batches leave over, each with vectors of its own: kept until they fill a batch."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,79 +16,119 @@ from lapwing.tape import Record, Tape, agree
 
 logger = logging.getLogger("lapwing")
 _SHARE = 16  # parts of the budget, one of which is for the batches that are kept
+_SPARED = 64  # vectors of 0 that cost no more than a pass of its own
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """A batch that some wait for, and its outputs."""
+
+    inputs: Inputs
+    outputs: Tensor
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.inputs.tensors(), self.outputs))
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a batch leaves over: `examples: [M]` and their `vectors: [M, *output]`, and the batch itself."""
+    """Examples of a batch, `[M]` indices, and their vectors `[K, M, *output]`."""
 
-    batch: Inputs
-    outputs: Tensor
+    batch: _Batch
     examples: Tensor
     vectors: Tensor
 
     def inputs(self) -> Inputs:
         """Those of the examples."""
-        return self.batch.split(len(self.outputs)).pick(self.examples)
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.batch.tensors(), self.outputs))
+        return self.batch.inputs.split(len(self.batch.outputs)).pick(self.examples)
 
 
 @dataclass
 class Leftovers:
-    """Backpropagates vectors `v_n` of single examples, those of different batches together, by `backpropagate`.
+    """Backpropagates vectors of single examples, those of different batches together, by `backpropagate`.
 
-    They are kept until they fill a batch. Where examples turn out not to come out of it as they did of their own, these
-    batches are run once more, with the vectors in their places, and those of later batches of that form at once.
+    They are kept until examples with as many vectors each fill a batch. Where they turn out not to come out of it as
+    they did of their own, these batches are run once more, with the vectors in their places, and those of later batches
+    of that form at once.
     """
 
     backpropagate: Callable[[Record, Columns], None]
     _apart: set[Hashable] = field(default_factory=lambda: {None}, init=False)
-    _kept: list[_Kept] = field(default_factory=list, init=False)
+    _waiting: dict[int, list[_Kept]] = field(default_factory=dict, init=False)
     _form: Hashable = field(default=None, init=False)
+    _room: int = field(default=0, init=False)
 
-    def add(self, record: Record, examples: Tensor, vectors: Tensor) -> None:
-        """Add examples of a pass, each as often as it is named, `[M]` indices, and their vectors `[M, *output]`."""
+    def add(self, record: Record, examples: Tensor, vectors: Tensor, counts: Tensor) -> None:
+        """Add examples of a pass, `[M]` indices, and `vectors: [K, M, *output]`, of each the first `counts: [M]`."""
         form = _form(record)
-        for start in range(0, len(examples), record.examples):
-            chosen, own = examples[start : start + record.examples], vectors[start : start + record.examples]
-            if form in self._apart:
-                alone = record.of(_at_least_two(chosen))
-                whole = _in_place(record.outputs, chosen, own) if alone is None else _first(own, alone)
-                self.backpropagate(record if alone is None else alone, whole)
-            else:
-                self._keep(record, form, chosen, own)
+        if form in self._apart and len(examples):
+            alone = record.of(_at_least_two(examples))
+            whole = _in_place(record.outputs, [(examples, vectors)]) if alone is None else _first(vectors, alone)
+            self.backpropagate(record if alone is None else alone, whole)
+        elif len(examples):
+            if form != self._form:
+                self.flush(record.tape)
+            self._form, self._room = form, record.examples
+            batch = _Batch(record.inputs.copy(), record.outputs.detach())
+            for count in counts.unique().tolist():
+                own = (counts == count).nonzero().squeeze(1)
+                self._keep(record.tape, count, _Kept(batch, examples[own], vectors[:count, own]))
 
-    def _keep(self, record: Record, form: Hashable, examples: Tensor, vectors: Tensor) -> None:
-        new = _Kept(record.inputs.copy(), record.outputs.detach(), examples, vectors)
-        count = sum(len(kept.vectors) for kept in (*self._kept, new))
-        size = sum(kept.size for kept in (*self._kept, new))
-        if form != self._form or count > record.examples or size > record.tape.budget // _SHARE:
-            self.flush(record.tape)
-        self._kept.append(new)
-        self._form = form
+    def _keep(self, tape: Tape, count: int, new: _Kept) -> None:
+        if _examples([*self._waiting.get(count, ()), new]) > self._room:
+            self._run(tape, self._waiting.pop(count, []))
+        self._waiting.setdefault(count, []).append(new)
+        batches = {kept.batch for level in self._waiting.values() for kept in level}
+        if sum(batch.size for batch in batches) > tape.budget // _SHARE:
+            self.flush(tape)
 
     def flush(self, tape: Tape) -> None:
         """Run what is kept."""
-        kept, self._kept = self._kept, []
-        if not kept:
-            return
-        together = _together(tape, kept)
+        levels = _levels(self._waiting, self._room)
+        self._waiting.clear()
+        while levels:
+            kept = levels.pop()
+            if self._form in self._apart:  # every batch once, with all that it left over
+                kept, levels = [one for level in (kept, *levels) for one in level], []
+            self._run(tape, kept)
+
+    def _run(self, tape: Tape, kept: list[_Kept]) -> None:
+        together = None if self._form in self._apart else _together(tape, kept)
         if together is not None:
-            self.backpropagate(together, _first(torch.cat([one.vectors for one in kept]), together))
+            self.backpropagate(together, _first(_beside([one.vectors for one in kept]), together))
             return
         self._apart.add(self._form)
-        for one in kept:
-            record = tape.record(one.batch)
-            if not agree(record.outputs, one.outputs, one.outputs):
+        for batch in dict.fromkeys(one.batch for one in kept):
+            record = tape.record(batch.inputs)
+            if not agree(record.outputs, batch.outputs, batch.outputs):
                 raise InputError(
                     "A batch that is run once more gives other outputs than before. The model must be a function of "
                     "its inputs in eval mode."
                 )
-            self.backpropagate(record, _in_place(one.outputs, one.examples, one.vectors))
+            own = [(one.examples, one.vectors) for one in kept if one.batch is batch]
+            self.backpropagate(record, _in_place(batch.outputs, own))
+
+
+def _examples(kept: Sequence[_Kept]) -> int:
+    return sum(len(one.examples) for one in kept)
+
+
+def _levels(waiting: dict[int, list[_Kept]], room: int) -> list[list[_Kept]]:
+    """What goes together of examples with so many vectors each, no more than there is `room` for: a few with less
+    beside those with more.
+    """
+    found: list[list[_Kept]] = []
+    most = 0
+    for count in sorted(waiting, reverse=True):
+        new = _examples(waiting[count])
+        if found and new * (most - count) <= _SPARED and _examples(found[-1]) + new <= room:
+            found[-1] = found[-1] + waiting[count]
+        else:
+            found.append(waiting[count])
+            most = count
+    return found
 
 
 def _form(record: Record) -> Hashable:
@@ -102,17 +142,28 @@ def _at_least_two(examples: Tensor) -> Tensor:
     return examples if len(examples) > 1 else examples.repeat(2)
 
 
+def _beside(vectors: Sequence[Tensor]) -> Tensor:
+    """Those of several, `[K, M, *output]` each, in one; 0 where one has fewer."""
+    most = max(len(own) for own in vectors)
+    return torch.cat([_lengthened(own, 0, most) for own in vectors], dim=1)
+
+
+def _lengthened(values: Tensor, dim: int, size: int) -> Tensor:
+    """With zeros at the end of a dimension."""
+    missing = [size - have if i == dim else have for i, have in enumerate(values.shape)]
+    return values if values.shape[dim] == size else torch.cat([values, values.new_zeros(missing)], dim=dim)
+
+
 def _first(vectors: Tensor, record: Record) -> Columns:
-    """A column with the vectors of the first examples of a pass, and zeros for the others."""
-    missing = record.examples - len(vectors)
-    return given(torch.cat([vectors, vectors.new_zeros(missing, *vectors.shape[1:])]).unsqueeze(0))
+    """Columns with the vectors `[K, M, *output]` of the first examples of a pass, and zeros for the others."""
+    return given(_lengthened(vectors, 1, record.examples))
 
 
-def _in_place(outputs: Tensor, examples: Tensor, vectors: Tensor) -> Columns:
-    """Vectors in the places of their examples in a batch: one column, or several where an example is named often."""
-    again = (examples.unsqueeze(1) == examples).tril(-1).sum(1)
-    columns = vectors.new_zeros(int(again.amax()) + 1, *outputs.shape)
-    columns[again, examples] = vectors
+def _in_place(outputs: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Columns:
+    """Vectors in the places of their examples in a batch, from indices `[M]` and vectors `[K, M, *output]`."""
+    columns = outputs.new_zeros(max(len(vectors) for _, vectors in parts), *outputs.shape)
+    for examples, vectors in parts:
+        columns[: len(vectors), examples] = vectors
     return given(columns)
 
 
@@ -130,4 +181,6 @@ def _together(tape: Tape, kept: list[_Kept]) -> Record | None:
     if record.examples != sum(sizes):
         return None
     parts = zip(record.outputs.split(sizes), kept, strict=True)
-    return record if all(agree(part, one.outputs[one.examples], one.outputs) for part, one in parts) else None
+    return (
+        record if all(agree(part, one.batch.outputs[one.examples], one.batch.outputs) for part, one in parts) else None
+    )
