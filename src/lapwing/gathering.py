@@ -16,7 +16,7 @@ from lapwing.batches import Inputs, check_targets
 from lapwing.tape import MixedExamplesError, Record, Tape, agree
 
 logger = logging.getLogger("lapwing")
-_EXAMPLES = 512  # more of them make an example no cheaper
+_EXAMPLES = 1024  # more of them make an example no cheaper
 _SHARE = 32  # parts of the budget, one of which is for what a gathered batch computes on its way
 
 
