@@ -196,10 +196,11 @@ class _ByRows:
         # [B, Q, C/Q, rows, *positions, *kernel] to [Q, rows, C/Q, *kernel, B, *positions]
         x = x.permute(1, 3, 2, *range(4 + rest, 4 + 2 * rest), 0, *range(4, 4 + rest))
         each, length = self.between.shape[1], x.shape[3 + rest :].numel()
-        rows = x.new_zeros(groups, gap, self.lead + size - 1, each, length)  # zeros follow the last row
+        rows = x.new_empty(groups, gap, self.lead + size - 1, each, length)
         for phase in range(gap):
             own = x[:, phase::gap]
             rows[:, phase, : own.shape[1]].view(own.shape).copy_(own)
+            rows[:, phase, own.shape[1] :] = 0  # zeros follow the last row
         rows = rows.flatten(0, 1)
         windows = rows.as_strided((len(rows), self.lead, size * each, length), (*rows.stride()[:2], length, 1))
         self.between.baddbmm_(rows[:, : self.lead].flatten(0, 1), windows.flatten(0, 1).mT)

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 _MANY = 128  # images, for which it pays to make a matrix of a kernel
 _LARGE = 64  # entries of a kernel, of which it does not
+_CACHE = 2**22  # bytes that stay close to the processor
 _FEW = 2048  # patches, for which it does not pay to make kernels of a matrix
 
 
@@ -66,11 +67,28 @@ class Window:
         if between is not None:
             products = (g.flatten(1).T @ x.flatten(1)).reshape(g.shape[1], -1, x.shape[1], space.numel())
             return (products.transpose(1, 2).flatten(2) @ between.to(g).T).reshape(g.shape[1], x.shape[1], *self.kernel)
+        if x.shape[1] == 1 and self.dimensions > 1 and self.dilation[0] == 1 and x.is_cpu:
+            return self._weight_gradient_of_one_channel(x, g)
         kernels, zeros = g.new_empty(g.shape[1], x.shape[1] // groups, *self.kernel), (0,) * self.dimensions
         found: Tensor = torch.ops.aten.convolution_backward(
             g, x, kernels, None, self.stride, self.before, self.dilation, False, zeros, groups, (False, True, False)
         )[1]
         return found
+
+    def _weight_gradient_of_one_channel(self, x: Tensor, g: Tensor) -> Tensor:
+        """From products with rows that are unfolded along the other dimensions only: for one channel libraries are slow."""
+        outputs, height, width, others = g.shape[1], self.kernel[0], prod(self.kernel[1:]), self.dimensions - 1
+        total = g.new_zeros(outputs, height * width)
+        step = max(1, _CACHE // ((outputs + width) * g[0, 0].numel() * g.element_size()))
+        for own, seen in zip(g.split(step), x.split(step), strict=True):
+            rows = self.slide(self.pad(seen), first=1)[:, 0]  # [B, rows, *positions, *kernel]
+            rows = rows.permute(1, *range(2 + others, 2 + 2 * others), 0, *range(2, 2 + others))
+            rows = rows.reshape(len(rows), width, -1)
+            length = rows.shape[2]
+            strides = (self.stride[0] * width * length, length, 1)
+            windows = rows.as_strided((own.shape[2], height * width, length), strides)
+            total += (own.movedim(2, 0).transpose(1, 2).reshape(len(windows), outputs, -1) @ windows.mT).sum(0)
+        return total.reshape(outputs, 1, *self.kernel)
 
     def _sees_all_once(self, space: torch.Size) -> bool:
         """Whether there is one position, and its kernel is the image."""
