@@ -50,14 +50,18 @@ class Looks:
 
 
 def _looks(model: nn.Module) -> dict[str, Tensor]:
-    """Sums over the bits of each parameter and buffer, of every 61st element each, and of those left: quick, and exact.
+    """Sums over the bits of each parameter and buffer, of every 61st word each, and of those left: quick, and exact.
 
-    A prime number, so that neither a change nor a new order of rows or columns is lost in them.
+    A prime number, so that neither a change nor a new order of rows or columns is lost in them. Words of eight bytes are
+    summed as they are, modulo 2⁶⁴; smaller ones would be converted, which takes several times as long.
     """
     found = {}
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         numbers = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
-        bits = numbers.reshape(-1).view(_BITS[numbers.element_size()])
-        whole = len(bits) // _EVERY * _EVERY
-        found[name] = torch.cat([bits[:whole].view(-1, _EVERY).sum(0), bits[whole:].sum()[None]])
+        numbers = numbers.reshape(-1).contiguous()
+        each = 8 // numbers.element_size()
+        numbers = numbers if numbers.storage_offset() % each == 0 else numbers.clone()
+        whole = len(numbers) // (each * _EVERY) * each * _EVERY
+        words, rest = numbers[:whole].view(torch.int64), numbers[whole:].view(_BITS[numbers.element_size()])
+        found[name] = torch.cat([words.view(-1, _EVERY).sum(0), rest.sum()[None]])
     return found

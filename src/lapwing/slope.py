@@ -71,7 +71,7 @@ def add_total(record: Record, layer: Layer, index: int, arranged: Tensor, into: 
         return
     assert layer.shape is not None
     if isinstance(rule, TokenRule):
-        into += rule.total(call, arranged, axis, examples, layer.shape[1])
+        rule.add_total(call, arranged, axis, examples, into.view(layer.shape[1:]))
         return
     assert isinstance(rule, PairRule)
     matrix = into.view(layer.shape[0] * layer.shape[1], -1)

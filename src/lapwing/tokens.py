@@ -118,9 +118,14 @@ class TokenPair:
 
     def total(self) -> Tensor:
         """`Σ_n` of the gradients: `[K, V·D]`."""
-        g = self.g if self.tokens.weights is None else self.g * self.tokens.weights.to(self.g.dtype).unsqueeze(-1)
         sums = self.g.new_zeros(self.columns, self.vocabulary, self.g.shape[3])
-        return sums.index_add(1, self.tokens.ids.flatten(), g.flatten(1, 2)).flatten(1)
+        self.add_total(sums)
+        return sums.flatten(1)
+
+    def add_total(self, sums: Tensor) -> None:
+        """Add `Σ_n` of the gradients to `[K, V, D]`."""
+        g = self.g if self.tokens.weights is None else self.g * self.tokens.weights.to(self.g.dtype).unsqueeze(-1)
+        sums.index_add_(1, self.tokens.ids.flatten(), g.flatten(1, 2))
 
     def contract(self, vector: Tensor) -> Tensor:
         """Inner product of each gradient with one vector `[V·D]`: `[K, N]`."""

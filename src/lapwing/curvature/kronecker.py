@@ -23,6 +23,7 @@ from lapwing.gram import Gram
 from lapwing.layers.moments import MomentSum, moment_sum
 from lapwing.layers.window import Images
 from lapwing.tokens import TokenPair, Tokens
+from lapwing.zero_rows import nonzero_rows
 
 
 @dataclass
@@ -140,7 +141,9 @@ class KroneckerAccumulator:
             products = (g.mT @ g).sum((1, 2))
             self.output_sum.add_products(products, products[:, 0], 0, groups, bias=False)
         else:
-            self.output_sum.add_rows(g.flatten(1, 3), groups)
+            rows = g.flatten(1, 3)
+            kept = nonzero_rows(rows[0]) if len(rows) == 1 and g.shape[3] > 1 else None
+            self.output_sum.add_rows(rows if kept is None else rows.index_select(1, kept), groups)
 
     def add_output_factor(self, factor: Tensor) -> None:
         """Add a whole `Σ g gᵀ` `[O, O]` that was not made of columns."""

@@ -28,10 +28,10 @@ class TokenRule(Rule):
         """Gradients at the output as `[K, N, R, D]`."""
         return axis.first(g, examples, skip=1).flatten(2, -2)
 
-    def total(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int, vocabulary: int) -> Tensor:
-        """The gradient of the weight, summed over the examples: `[V·D]`."""
+    def add_total(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int, weight: Tensor) -> None:
+        """Add the gradient of the weight, summed over the examples, to `[V, D]`; only the rows of its tokens are read."""
         tokens, own = self.tokens(call, axis, examples), self.gradients(call, g.unsqueeze(0), axis, examples)
-        return TokenPair(tokens, own, vocabulary).total()[0]
+        TokenPair(tokens, own, len(weight)).add_total(weight.unsqueeze(0))
 
 
 class Embedding(TokenRule):

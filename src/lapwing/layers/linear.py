@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from lapwing.layers.rule import Call, ExampleAxis, Layout, PairRule
 from lapwing.views import Owner
+from lapwing.zero_rows import nonzero_rows
 
 
 class Linear(PairRule):
@@ -46,8 +47,10 @@ class Linear(PairRule):
     def add_total(
         self, call: Call, g: Tensor, axis: ExampleAxis, examples: int, weight: Tensor, bias: Tensor | None
     ) -> None:
-        flat = g.flatten(0, -2)
-        weight.addmm_(flat.T, call.input.flatten(0, -2).to(g.dtype))
+        flat, x = g.flatten(0, -2), call.input.flatten(0, -2)
+        kept = nonzero_rows(flat)
+        flat, x = (flat, x) if kept is None else (flat.index_select(0, kept), x.index_select(0, kept))
+        weight.addmm_(flat.T, x.to(g.dtype))
         if bias is not None:
             bias += flat.sum(0)
 
