@@ -126,10 +126,11 @@ def small_convolutions(draw: st.DrawFn) -> tuple[tuple[Any, ...], Tensor, Tensor
     space, kernel, stride, dilation, padding = each(1, 4), each(1, 4), each(1, 3), each(1, 3), each(0, 3)
     spans = [gap * (size - 1) + 1 for size, gap in zip(kernel, dilation, strict=True)]
     assume(all(size + 2 * edge >= span for size, edge, span in zip(space, padding, spans, strict=True)))
-    groups, generator = draw(st.sampled_from([1, 2])), torch.Generator().manual_seed(0)
+    channels = draw(st.sampled_from([1, 2]))
+    groups, generator = draw(st.integers(1, channels)), torch.Generator().manual_seed(0)
     x, weight, bias = (
         torch.randn(*sizes, generator=generator, dtype=torch.float64).requires_grad_()
-        for sizes in ((3, 2, *space), (4, 2 // groups, *kernel), (4,))
+        for sizes in ((3, channels, *space), (4, channels // groups, *kernel), (4,))
     )
     return (x, weight, bias, stride, padding, dilation, groups), x, weight
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from lapwing import InputError, Laplace, probe
 from lapwing.batches import Inputs
 from lapwing.curvature.diagonal import DiagonalAccumulator
 from lapwing.gradients import Gradients
+from lapwing.layers import RULES, Call
 from lapwing.layers import window as window_module
+from lapwing.layers.linear import Linear
 from lapwing.layers.window import Window
 from lapwing.tape import Record, Tape
 from tests import networks, oracles
@@ -390,6 +393,35 @@ def test_rounding_is_not_taken_for_examples_that_interact() -> None:
     for coupled in (1.0, 0.1):  # the latter below the rounding of the gradients
         with pytest.raises(InputError, match="Examples must be independent"):
             fit(coupled)
+
+
+def test_a_bias_without_effect_passes_the_self_check() -> None:
+    """Of the gradient of the keys' bias nothing is left but rounding, which depends on the order of a sum."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.value, self.head = (nn.Linear(8, size) for size in (8, 8, 8, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights = (self.query(x) @ self.key(x).mT).softmax(2)
+            out: Tensor = self.head((weights @ self.value(x)).mean(1))
+            return out
+
+    class Backwards(Linear):
+        """Sums over the positions from the last to the first."""
+
+        def add_total(self, call: Call, g: Tensor, *others: Any) -> None:
+            turned = replace(call, input=call.input.flatten(0, -2).flip(0))
+            super().add_total(turned, g.flatten(0, -2).flip(0), *others)
+
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 30, 8), labels(20)
+    for rule in (Linear(), Backwards()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(RULES, nn.functional.linear, rule)
+            la = Laplace(Attention(), "classification").fit([(x, y)])
+        assert set(paths(la).values()) == {"linear"}
 
 
 @pytest.mark.parametrize("kernel", [1, 2, 3])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import InputError, Laplace
+from lapwing.fitted import Looks
 from tests import networks
 
 
@@ -185,6 +186,30 @@ def test_predict_inside_inference_mode() -> None:
     with torch.inference_mode():
         inside = la.predict(x.clone()).probs
     torch.testing.assert_close(inside, la.predict(x).probs)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("size", [1, 2, 60, 61, 122, 123, 977])
+def test_looks_change_with_every_element_and_with_its_place(dtype: torch.dtype, size: int) -> None:
+    model = nn.Module()
+    numbers = (100 * torch.rand(2 * size + 1, generator=torch.Generator().manual_seed(0))).to(dtype)
+    for name, value in {"plain": numbers[:size], "shifted": numbers[1:][:size], "apart": numbers[::2]}.items():
+        model.register_buffer(name, value)
+    looks = Looks.of(model)
+    looks.check(model)
+    for value in model.buffers():
+        for place in {0, size // 2, size - 1}:
+            before = value[place].clone()
+            value[place] = before + 1
+            with pytest.raises(InputError, match="changed since the fit"):
+                looks.check(model)
+            value[place] = before
+        if size > 1 and bool(value[0] != value[1]):
+            value[:2] = value[:2].flip(0)
+            with pytest.raises(InputError, match="changed since the fit"):
+                looks.check(model)
+            value[:2] = value[:2].flip(0)
+    looks.check(model)
 
 
 def test_signs_and_boolean_buffers_count() -> None:

@@ -52,8 +52,8 @@ class Looks:
 def _looks(model: nn.Module) -> dict[str, Tensor]:
     """Sums over the bits of each parameter and buffer, of every 61st word each, and of those left: quick, and exact.
 
-    A prime number, so that neither a change nor a new order of rows or columns is lost in them. Words of eight bytes are
-    summed as they are, modulo 2⁶⁴; smaller ones would be converted, which takes several times as long.
+    A prime number, so that neither a change nor a new order of rows or columns is lost in them. Words of eight bytes
+    are summed as they are, modulo 2⁶⁴; smaller ones would be converted, which takes several times as long.
     """
     found = {}
     for name, value in [*model.named_parameters(), *model.named_buffers()]:

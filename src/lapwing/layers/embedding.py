@@ -29,7 +29,7 @@ class TokenRule(Rule):
         return axis.first(g, examples, skip=1).flatten(2, -2)
 
     def add_total(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int, weight: Tensor) -> None:
-        """Add the gradient of the weight, summed over the examples, to `[V, D]`; only the rows of its tokens are read."""
+        """Add the gradient of the weight, summed over the examples, to `[V, D]`: to the rows of its tokens alone."""
         tokens, own = self.tokens(call, axis, examples), self.gradients(call, g.unsqueeze(0), axis, examples)
         TokenPair(tokens, own, len(weight)).add_total(weight.unsqueeze(0))
 

@@ -76,14 +76,14 @@ class Window:
         return found
 
     def _weight_gradient_of_one_channel(self, x: Tensor, g: Tensor) -> Tensor:
-        """From products with rows that are unfolded along the other dimensions only: for one channel libraries are slow."""
+        """From products with rows, unfolded along the other dimensions only: of one channel libraries are slow."""
         outputs, height, width, others = g.shape[1], self.kernel[0], prod(self.kernel[1:]), self.dimensions - 1
         total = g.new_zeros(outputs, height * width)
         step = max(1, _CACHE // ((outputs + width) * g[0, 0].numel() * g.element_size()))
         for own, seen in zip(g.split(step), x.split(step), strict=True):
             rows = self.slide(self.pad(seen), first=1)[:, 0]  # [B, rows, *positions, *kernel]
             rows = rows.permute(1, *range(2 + others, 2 + 2 * others), 0, *range(2, 2 + others))
-            rows = rows.reshape(len(rows), width, -1)
+            rows = rows.reshape(len(rows), width, -1).contiguous()
             length = rows.shape[2]
             strides = (self.stride[0] * width * length, length, 1)
             windows = rows.as_strided((own.shape[2], height * width, length), strides)
