@@ -424,6 +424,31 @@ def test_a_bias_without_effect_passes_the_self_check() -> None:
         assert set(paths(la).values()) == {"linear"}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_bias_that_is_also_used_elsewhere_does_not_pass(dtype: torch.dtype) -> None:
+    """Also where gradients nearly cancel, and in half precision, whose sums are made in more."""
+
+    class Alternating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(3, 16), nn.Linear(16, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            signs = (torch.arange(x.shape[1]) % 2 * 2 - 1).to(x.dtype).unsqueeze(1)
+            out: Tensor = self.head((torch.tanh(self.first(x)) * signs).sum(1) + torch.sin(self.first.bias))
+            return out
+
+    torch.manual_seed(0)
+    model, x, y = Alternating().to(dtype), 0.1 * sequences(20, 64).to(dtype), labels(20)
+    la = Laplace(model, "classification", "diag").fit([(x, y)])
+    assert paths(la)["first.bias"] == "fallback"
+    exact = copy.deepcopy(model).double()
+    total = functional.cross_entropy(exact(x.double()), y, reduction="sum")
+    (expected,) = torch.autograd.grad(-total, exact.first.bias)
+    error = (la.curvature.gradient["first.bias"].double() - expected).norm() / expected.norm()
+    assert error < 64 * torch.finfo(dtype).eps  # large gradients cancel
+
+
 @pytest.mark.parametrize("kernel", [1, 2, 3])
 def test_convolutions_of_one_position(kernel: int) -> None:
     """Computed as matrix products: changed in place afterwards, inside a checkpoint, and with a bias."""

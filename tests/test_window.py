@@ -19,7 +19,7 @@ def by_autograd(window: Window, x: Tensor, g: Tensor) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("cache", [2**22, 1000])  # all images at once, and one at a time
+@pytest.mark.parametrize("cache", [2**22, 1000])  # all images at once, and one or two at a time
 @pytest.mark.parametrize(
     ("space", "kernel", "stride", "dilation", "padding"),
     [
@@ -29,6 +29,7 @@ def by_autograd(window: Window, x: Tensor, g: Tensor) -> Tensor:
         ((9, 9), (3, 3), (1, 2), (2, 2), (0, 1)),  # the library's
         ((5, 6, 7), (2, 3, 2), (1, 2, 1), (1, 1, 2), (1, 0, 1)),
         ((9,), (3,), (2,), (1,), (1,)),  # the library's
+        ((9, 1), (3, 1), (2, 1), (1, 1), (1, 0)),  # the library's
     ],
 )
 def test_images_of_one_channel(
@@ -41,6 +42,7 @@ def test_images_of_one_channel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(windows, "_CACHE", cache)
+    monkeypatch.setattr(windows, "_FEW", 1)
     window, generator = Window(kernel, stride, dilation, padding, padding), torch.Generator().manual_seed(0)
     x = torch.randn(5, 1, *space, generator=generator, dtype=torch.float64)
     g = torch.randn(5, 3, *window.positions(x.shape[2:]), generator=generator, dtype=torch.float64)

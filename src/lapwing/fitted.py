@@ -11,8 +11,9 @@ from lapwing.errors import InputError
 from lapwing.spectrum import Spectrum
 from lapwing.tape import Tape
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by bytes of an element, so that sums fit
 _EVERY = 61
+_AT_ONCE = 2048
 
 
 class Fitted:
@@ -50,18 +51,21 @@ class Looks:
 
 
 def _looks(model: nn.Module) -> dict[str, Tensor]:
-    """Sums over the bits of each parameter and buffer, of every 61st word each, and of those left: quick, and exact.
+    """Sums over the bits of each parameter and buffer, of every 61st word each, and the words that are left: quick,
+    and what small changes and new orders of rows and columns hardly ever leave as they were.
 
-    A prime number, so that neither a change nor a new order of rows or columns is lost in them. Words of eight bytes
-    are summed as they are, modulo 2⁶⁴; smaller ones would be converted, which takes several times as long.
+    A prime number, as few sizes are a multiple of it. A few words at a time, so that what they are converted to for
+    the sum takes no memory anew.
     """
     found = {}
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         numbers = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
-        numbers = numbers.reshape(-1).contiguous()
-        each = 8 // numbers.element_size()
-        numbers = numbers if numbers.storage_offset() % each == 0 else numbers.clone()
-        whole = len(numbers) // (each * _EVERY) * each * _EVERY
-        words, rest = numbers[:whole].view(torch.int64), numbers[whole:].view(_BITS[numbers.element_size()])
-        found[name] = torch.cat([words.view(-1, _EVERY).sum(0), rest.sum()[None]])
+        flat = numbers.reshape(-1)
+        flat = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
+        bits = flat.view(_BITS[numbers.element_size()])
+        whole = len(bits) // _EVERY * _EVERY
+        sums = torch.zeros(_EVERY, dtype=torch.int64, device=bits.device)
+        for part in bits[:whole].view(-1, _EVERY).split(_AT_ONCE):
+            sums += part.sum(0)
+        found[name] = torch.cat([sums, bits[whole:].long()])
     return found

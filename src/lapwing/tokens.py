@@ -125,7 +125,7 @@ class TokenPair:
     def add_total(self, sums: Tensor) -> None:
         """Add `Σ_n` of the gradients to `[K, V, D]`."""
         g = self.g if self.tokens.weights is None else self.g * self.tokens.weights.to(self.g.dtype).unsqueeze(-1)
-        sums.index_add_(1, self.tokens.ids.flatten(), g.flatten(1, 2))
+        sums.index_add_(1, self.tokens.ids.flatten(), g.flatten(1, 2).to(sums.dtype))
 
     def contract(self, vector: Tensor) -> Tensor:
         """Inner product of each gradient with one vector `[V·D]`: `[K, N]`."""

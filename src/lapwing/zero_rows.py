@@ -11,8 +11,10 @@ _NARROW = 128  # entries of a row below which it does not
 
 
 def nonzero_rows(rows: Tensor) -> Tensor | None:
-    """Which of `rows: [n, d]` are not 0, as indices; None where it would not pay to leave the others out."""
-    if rows.shape[1] < _NARROW:
+    """Which of `rows: [n, d]` are not 0, as indices; None where it does not pay to leave the others out: where they are
+    few or narrow, and on GPUs, which would have to be waited for.
+    """
+    if rows.shape[1] < _NARROW or not rows.is_cpu:
         return None
     candidates = (rows[:, :_FIRST] == 0).all(1).nonzero().squeeze(1)
     if _FEW * len(candidates) < len(rows):

@@ -13,7 +13,7 @@ from torch.nn import functional
 _MANY = 128  # images, for which it pays to make a matrix of a kernel
 _LARGE = 64  # entries of a kernel, of which it does not
 _CACHE = 2**22  # bytes that stay close to the processor
-_FEW = 2048  # patches, for which it does not pay to make kernels of a matrix
+_FEW = 2048  # patches, for which it pays neither to make kernels of a matrix nor to unfold rows
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,18 @@ class Window:
         if between is not None:
             products = (g.flatten(1).T @ x.flatten(1)).reshape(g.shape[1], -1, x.shape[1], space.numel())
             return (products.transpose(1, 2).flatten(2) @ between.to(g).T).reshape(g.shape[1], x.shape[1], *self.kernel)
-        if x.shape[1] == 1 and self.dimensions > 1 and self.dilation[0] == 1 and x.is_cpu:
+        if x.shape[1] == 1 and self._fits_rows(g):
             return self._weight_gradient_of_one_channel(x, g)
         kernels, zeros = g.new_empty(g.shape[1], x.shape[1] // groups, *self.kernel), (0,) * self.dimensions
         found: Tensor = torch.ops.aten.convolution_backward(
             g, x, kernels, None, self.stride, self.before, self.dilation, False, zeros, groups, (False, True, False)
         )[1]
         return found
+
+    def _fits_rows(self, g: Tensor) -> bool:
+        """Whether products with rows are less work, for gradients at its output: many, of kernels with columns."""
+        many = g.is_cpu and len(g) * g[0, 0].numel() >= _FEW
+        return many and self.dilation[0] == 1 and prod(self.kernel[1:]) > 1
 
     def _weight_gradient_of_one_channel(self, x: Tensor, g: Tensor) -> Tensor:
         """From products with rows, unfolded along the other dimensions only: of one channel libraries are slow."""
