@@ -70,7 +70,7 @@ def run_case(run: Run, program: str) -> None:
 
     try:
         result = run(load, task)
-        result |= {"base_mb": base[0], "peak_mb": peak_mb()}
+        result |= {"base_mb": base[0], "peak_mb": peak_mb(), "kernels": torch.backends.cpu.get_cpu_capability()}
     except Exception as error:  # whatever goes wrong is the result
         result = {"error": reason(error)}
     print(json.dumps(result))
