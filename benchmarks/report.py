@@ -72,8 +72,10 @@ def fastest(cases: Cases, workload: str, operation: str) -> tuple[str, float] | 
     return (min(found)[1], min(found)[0]) if found else None
 
 
-def cell(cases: Cases, name: str, operation: Operation, notes: list[str]) -> str:
-    """A number, struck out where the curvature is wrong; a note where there is more to say."""
+def cell(cases: Cases, name: str, operation: Operation, notes: list[str], kernels: str | None = None) -> str:
+    """A number, struck out where the curvature is wrong; a note where there is more to say, as where it was measured
+    with other `kernels`.
+    """
     if name not in cases:
         return ""
     result = cases[name]
@@ -89,6 +91,10 @@ def cell(cases: Cases, name: str, operation: Operation, notes: list[str]) -> str
         text += _note(notes, f"{result['only']} only{refused}")
     if "scaled" in result:
         text += _note(notes, f"scaled {result['scaled']}")
+    if result.get("runs") == 1:
+        text += _note(notes, "one turn, not a median")
+    if result.get("kernels") != kernels:
+        text += _note(notes, "measured earlier, on another machine")
     return text
 
 
@@ -104,12 +110,16 @@ def table(cases: Cases, workload: str, operations: list[str]) -> list[str]:
     about = WORKLOADS[workload]
     rivals = [rival for rival in RIVALS if any(f"{workload}/{name}@{rival}" in cases for name in operations)]
     rows, notes = [], list[str]()
+    measured = [case for case in (f"{workload}/kron-exact", *cases) if case.startswith(f"{workload}/")]
+    first: Result = next((cases[case] for case in measured if "plain_s" in cases.get(case, {})), {})
+    plain, kernels = first.get("plain_s"), first.get("kernels")
     for name in operations:
         operation, case = OPERATIONS[name], f"{workload}/{name}"
         if case not in cases:
             continue
-        shown = [cell(cases, case, operation, notes)]
-        shown += [cell(cases, f"{case}@{rival}", operation, notes) for rival in rivals]
+        shown = [
+            cell(cases, one, operation, notes, kernels) for one in (case, *(f"{case}@{rival}" for rival in rivals))
+        ]
         best, factor = fastest(cases, workload, name), ""
         if best is not None and "error" not in cases[case]:
             factor = f"{best[1] / cost(cases[case], operation):.1f}"
@@ -117,16 +127,12 @@ def table(cases: Cases, workload: str, operations: list[str]) -> list[str]:
     if not rows:
         return []
     heads = ["", "Lapwing", *(NAMES[rival] for rival in rivals), "times faster"]
-    own = [
-        n for n in (f"{workload}/kron-exact", *cases) if n.startswith(f"{workload}/") and "plain_s" in cases.get(n, {})
-    ]
-    plain = cases[own[0]]["plain_s"] if own else None
     lines = [
         f"## {about.title}",
         "",
         f"{about.about}. A fit sees {about.examples:,} examples in batches of {about.batch}",
     ]
-    where = f" with {cases[own[0]]['kernels']} kernels" if own and "kernels" in cases[own[0]] else ""
+    where = f" with {kernels} kernels" if kernels else ""
     lines[-1] += f"; a plain pass over them took {plain:.3g} s{where}." if plain else "."
     lines += ["", f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1), *rows, ""]
     return lines + [f"{number}. {note}" for number, note in enumerate(notes, 1)] + ([""] if notes else [])

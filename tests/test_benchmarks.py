@@ -145,7 +145,7 @@ def test_reference_traces_are_those_of_a_fit(small: Problem, structure: str, kin
 
 
 def results() -> report.Cases:
-    fit = {"plain_s": 1.0, "runs": 1, "base_mb": 10.0, "peak_mb": 20.0}
+    fit = {"plain_s": 1.0, "runs": 3, "base_mb": 10.0, "peak_mb": 20.0}
     return {
         "mlp/reference": {"traces": {"kron-ggn": {"0": 6.0, "2": 4.0}, "diag-empirical": {"0": 1.0, "2": 2.0}}},
         "mlp/kron-exact": fit | {"seconds": 4.0, "ratio": 4.0, "trace": 10.0, "factors_mb": 1.0},
@@ -157,6 +157,19 @@ def results() -> report.Cases:
         "mlp/kron-mc@laplace-backpack": fit | {"seconds": 1.0, "ratio": 1.0, "trace": 20.0},
         "mlp/last-diag-empirical@laplace-curvlinops": fit | {"seconds": 1.0, "ratio": 1.0, "trace": 0.0},
     }
+
+
+def test_numbers_of_one_turn_and_of_another_machine_say_so() -> None:
+    cases = results()
+    cases["mlp/kron-exact"] |= {"kernels": "AVX2"}
+    cases["mlp/kron-mc"] |= {"runs": 1}
+    text = "\n".join(report.table(cases, "mlp", ["kron-exact", "kron-mc"]))
+    assert "a plain pass over them took 1 s with AVX2 kernels." in text
+    notes: list[str] = []
+    shown = [report.cell(cases, f"mlp/{name}", OPERATIONS[name], notes, "AVX2") for name in ("kron-exact", "kron-mc")]
+    assert shown == ["4", "2<sup>1</sup><sup>2</sup>"]
+    assert notes == ["one turn, not a median", "measured earlier, on another machine"]
+    assert all(note in text for note in notes)
 
 
 def test_a_rival_with_the_wrong_curvature_does_not_compete() -> None:
