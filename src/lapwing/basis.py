@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lapwing import position_pairs, single_positions
 from lapwing.gradients import Gradients, Pair, Uses, outer, outer_squares, parts
+from lapwing.matmul import matmul, times
 from lapwing.tokens import Segments, TokenPair
 
 
@@ -126,13 +127,13 @@ class KroneckerBasis(Basis):
         if isinstance(self.input, Scaling):
             a = a * self.input.values[0]
         elif self.input is not None:
-            a = a @ self.input[0]
-        weights = a.square() @ scale[0].T
+            a = matmul(a, self.input[0])
+        weights = matmul(a.square(), scale[0].T)
         if self.output is None:
             return weights
         if isinstance(self.output, Scaling):
             return weights * self.output.values[0].square()
-        return torch.cat([weights @ rows.square().T for rows in self.output[0].split(1024)], dim=1)
+        return torch.cat([matmul(weights, rows.square().T) for rows in self.output[0].split(1024)], dim=1)
 
     def _of(self, part: Pair | TokenPair) -> KroneckerBasis:
         """The basis of the groups that a part has."""
@@ -161,18 +162,16 @@ class KroneckerBasis(Basis):
             return g
         if isinstance(self.output, Scaling):
             return g * self.output.values.unsqueeze(1)
-        if g.shape[2:4] == (1, 1):  # one large product, without the permutations of einsum
-            return (g[:, :, 0, 0] @ self.output[0])[:, :, None, None]
         if g.shape[2] == 1 and g.shape[3] >= _IMAGE and g.stride(3) == 1 and g.stride(1) > g.stride(0):
             return _rotate_images(g[:, :, 0], self.output[0]).unsqueeze(2)
-        return torch.einsum("knqro,qop->knqrp", g, self.output)
+        return times(g, self.output)
 
     def _rotate_inputs(self, a: Tensor, bias: bool) -> Tensor:
         side = self.input
         if not isinstance(side, Tensor):
             a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], dim=-1) if bias else a
             return a if side is None else a * side.values.unsqueeze(1)
-        rotated = torch.einsum("nqri,qij->nqrj", a, side[:, :-1] if bias else side)
+        rotated = times(a, side[:, :-1] if bias else side)
         return rotated + side[:, None, -1] if bias else rotated
 
     def expand(self, coordinates: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lapwing.layers.rule import Layout
 from lapwing.layers.window import Images
+from lapwing.matmul import times
 from lapwing.tokens import TokenPair, Tokens
 
 
@@ -85,7 +86,7 @@ class UseInputs:
         """`a M` of some examples for a matrix `[Q, I, J]`: `[n, Q, R, J]`."""
         images = self.read_images(part)
         if images is None:
-            return torch.einsum("nqri,qij->nqrj", self.read(part).to(matrix.dtype), matrix)
+            return times(self.read(part).to(matrix.dtype), matrix)
         found: Tensor = images.times(matrix).unflatten(0, (part.stop - part.start, -1))  # [n, k, Q, positions, J]
         return found[:, 0] if found.shape[1] == 1 else found.transpose(1, 2).flatten(2, 3)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lapwing.matmul import add_matmul, gains, moments
+
 _BLOCK = 128  # rows of a block, twice as many where there are few vectors: smaller ones lose more than symmetry gains
 
 
@@ -64,14 +66,29 @@ class Gram:
                 self._sums[groups, width] += rows.shape[1]
             return
         sums = self._sums[groups]
-        step = _BLOCK if rows.shape[1] >= _BLOCK else 2 * _BLOCK
-        step = step if width >= 2 * step else width
-        for start in range(0, width, step):
-            stop = min(start + step, width)
-            sums[:, start:stop, start:width].baddbmm_(rows[:, :, start:stop].mT, rows[:, :, start:])
-        self._half |= step < width
+        found = moments(rows[0]) if len(rows) == 1 else None
+        if found is not None:
+            sums[0, :width, :width] += found
+        else:
+            self._add_blocks(sums, rows)
         if bias:
             self._add_bias(sums, rows.sum(1), rows.shape[1])
+
+    def _add_blocks(self, sums: Tensor, rows: Tensor) -> None:
+        """Add the products of blocks on and above the diagonal."""
+        count, width = rows.shape[1:]
+        step = _BLOCK if count >= _BLOCK else 2 * _BLOCK
+        step = step if width >= 2 * step else width
+        fast = len(rows) == 1 and gains(count * width * step, rows)
+        columns = rows[0].T.contiguous().unsqueeze(0) if fast else rows.mT
+        for start in range(0, width, step):
+            stop = min(start + step, width)
+            into, left, right = sums[:, start:stop, start:width], columns[:, start:stop], columns[:, start:]
+            if fast:
+                add_matmul(into[0], left[0], right[0].T)
+            else:
+                into.baddbmm_(left, right.mT)
+        self._half |= step < width
 
     def add_products(self, products: Tensor, first: Tensor, count: int, groups: slice, bias: bool) -> None:
         """Add `Σ x xᵀ` `[Q, d, d]` of `count` vectors whose sum is `first` `[Q, d]`."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lapwing.gradients import Pair, parts
+from lapwing.matmul import times
 
 if TYPE_CHECKING:
     from lapwing.basis import KroneckerBasis
@@ -96,7 +97,7 @@ def _weighed(
     )
     rotated, inside = top.rotate(g, a, bias)
     rotated, squares = rotated.squeeze(3), inside.squeeze(2).square()
-    size, weights = squares.sum(2), torch.einsum("nqi,qoi->nqo", squares, scale[:, skip:, inner:])
+    size, weights = squares.sum(2), times(squares.unsqueeze(2), scale[:, skip:, inner:].mT).squeeze(2)
     if inner:
         whole = a.squeeze(2).to(g.dtype).square().sum(2) + bias
         weights = weights + (highest * _not_negative(whole - size)).unsqueeze(2)

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from lapwing.layers.rule import Call, ExampleAxis, PairRule
 from lapwing.layers.window import Images, Window, trimmed
+from lapwing.matmul import linear
 from lapwing.views import Owner
 
 
@@ -48,7 +49,8 @@ class Convolution(PairRule):
         matrix = fewer.matrix(kernels, x.shape, groups)
         if matrix is not None:
             positions = fewer.positions(x.shape[2:])
-            flat = functional.linear(x.flatten(1), matrix, None if b is None else b.repeat_interleave(prod(positions)))
+            product = linear if w.is_leaf and (b is None or b.is_leaf) else functional.linear
+            flat = product(x.flatten(1), matrix, None if b is None else b.repeat_interleave(prod(positions)))
             return torch.ops.aten._unsafe_view(flat, [len(x), len(w), *positions])  # to change in place
         if fewer == window:
             return function(*args, **kwargs)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lapwing import matmul
 from lapwing.layers.rule import Call, ExampleAxis, Layout, PairRule
 from lapwing.views import Owner
 from lapwing.zero_rows import nonzero_rows
@@ -35,6 +36,11 @@ class Linear(PairRule):
         added = bias.name if bias is not None and fits else None
         return Call(x, weight.name, added, (1, outputs, inputs), {}, weight.rows, layout)
 
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x, w, b = _bind(*args, **kwargs)
+        held = w.is_leaf and (b is None or b.is_leaf)
+        return matmul.linear(x, w, b) if held else function(*args, **kwargs)
+
     def broadcast(self, call: Call, output: torch.Size) -> Call | None:
         return replace(call, input=call.input.expand(*output[:-1], -1)) if _same_width(call, output) else None
 
@@ -50,7 +56,7 @@ class Linear(PairRule):
         flat, x = g.flatten(0, -2), call.input.flatten(0, -2)
         kept = nonzero_rows(flat)
         flat, x = (flat, x) if kept is None else (flat.index_select(0, kept), x.index_select(0, kept))
-        weight.addmm_(flat.T, x.to(g.dtype))
+        matmul.add_matmul(weight, flat.T, x.to(g.dtype))
         if bias is not None:
             bias += flat.sum(0)
 

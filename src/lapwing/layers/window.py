@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lapwing.matmul import matmul, times
+
 _MANY = 128  # images, for which it pays to make a matrix of a kernel
 _LARGE = 64  # entries of a kernel, of which it does not
 _CACHE = 2**22  # bytes that stay close to the processor
@@ -62,10 +64,10 @@ class Window:
         """
         space = x.shape[2:]
         if groups == 1 and self._sees_all_once(space):
-            return (g.flatten(1).T @ x.flatten(1)).reshape(g.shape[1], x.shape[1], *self.kernel)
+            return matmul(g.flatten(1).T, x.flatten(1)).reshape(g.shape[1], x.shape[1], *self.kernel)
         between = _entries_between(self, space) if groups == 1 and len(x) >= _MANY else None
         if between is not None:
-            products = (g.flatten(1).T @ x.flatten(1)).reshape(g.shape[1], -1, x.shape[1], space.numel())
+            products = matmul(g.flatten(1).T, x.flatten(1)).reshape(g.shape[1], -1, x.shape[1], space.numel())
             return (products.transpose(1, 2).flatten(2) @ between.to(g).T).reshape(g.shape[1], x.shape[1], *self.kernel)
         if x.shape[1] == 1 and self._fits_rows(g):
             return self._weight_gradient_of_one_channel(x, g)
@@ -200,7 +202,7 @@ class Images:
             window, x = window.unpadded, window.pad(x)
         groups, _, width = matrix.shape
         if len(x) * prod(window.positions(x.shape[2:])) < _FEW:
-            return torch.einsum("nqri,qij->nqrj", window.patches(x.unsqueeze(1), groups), matrix)
+            return times(window.patches(x.unsqueeze(1), groups), matrix)
         kernels, zeros = matrix.mT.reshape(-1, x.shape[1] // groups, *window.kernel), (0,) * window.dimensions
         found = torch.convolution(
             x, kernels, None, window.stride, window.before, window.dilation, False, zeros, groups

@@ -1,0 +1,140 @@
+"""Matrix products in float32 by oneDNN, where torch's own leave half of the processor unused.
+
+torch multiplies matrices with MKL, which keeps to AVX2 on AMD's processors, and convolves with oneDNN, which takes
+AVX-512 wherever there is one. A product by oneDNN takes half the time there. Everywhere else, and for whatever it does
+not take (other dtypes and devices, small matrices, a graph of the product), these are torch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.nn import functional
+
+_SMALL = 2**20  # multiplications, below which a call costs more than it gains
+_held = ContextVar("held", default=False)
+_NARROW = 32, 256  # widths of matrices whose moments are the weight gradient of a convolution
+
+
+def gains(work: int, *tensors: Tensor) -> bool:
+    """Whether oneDNN gains in a product of so many multiplications, of which no graph is wanted."""
+    return _suits(work, *tensors) and not (torch.is_grad_enabled() and any(one.requires_grad for one in tensors))
+
+
+def matmul(left: Tensor, right: Tensor) -> Tensor:
+    """`L R: [n, m]` of matrices `[n, k]` and `[k, m]`."""
+    if not gains(left.shape[0] * right.numel(), left, right):
+        return left @ right
+    if left.is_contiguous() or left.shape[0] <= right.shape[1]:
+        return _onednn(left, right.mT)
+    return _onednn(right.mT, left).mT  # of the first it takes a copy where it is turned
+
+
+def add_matmul(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `L R` to a matrix `[n, m]`."""
+    if gains(left.shape[0] * right.numel(), left, right):
+        into += matmul(left, right)
+    else:
+        into.addmm_(left, right)
+
+
+def times(x: Tensor, matrix: Tensor) -> Tensor:
+    """`x M: [..., Q, R, J]` of `x: [..., Q, R, I]` and a matrix for each group, `[Q, I, J]`."""
+    if len(matrix) > 1:
+        return torch.einsum("...qri,qij->...qrj", x, matrix)
+    return matmul(x.flatten(0, -2), matrix[0]).reshape(*x.shape[:-1], matrix.shape[2])
+
+
+def moments(rows: Tensor) -> Tensor | None:
+    """`Σ x xᵀ: [d, d]` of narrow `rows: [n, d]`, faster than by `matmul`; None where it is not."""
+    narrow, wide = _NARROW
+    if not (narrow <= rows.shape[1] <= wide and gains(rows.numel() * rows.shape[1], rows)):
+        return None
+    # One image with a column of pixels, its channels last: that is how it lies in memory.
+    image = rows.contiguous().unsqueeze(1).unsqueeze(0).permute(0, 3, 1, 2)
+    kernel, ones, zeros = rows.new_empty(rows.shape[1], rows.shape[1], 1, 1), (1, 1), (0, 0)
+    found: Tensor = torch.ops.aten.convolution_backward(
+        image, image, kernel, None, ones, zeros, ones, False, zeros, 1, (False, True, False)
+    )[1]
+    return found.flatten(1)
+
+
+@contextmanager
+def weights_held() -> Iterator[None]:
+    """Within, backward passes through `linear` make no gradients of weights and biases, which autograd would ask for
+    and throw away where it goes to activations only.
+    """
+    token = _held.set(True)
+    try:
+        yield
+    finally:
+        _held.reset(token)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x Wᵀ + b` of `x: [..., I]`, `weight: [O, I]` and `bias: [O]`, made of parameters and no activations."""
+    given = (x, weight) if bias is None else (x, weight, bias)
+    fits = x.dim() > 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[1]
+    fits = fits and (bias is None or bias.shape == weight.shape[:1]) and not torch.is_autocast_enabled("cpu")
+    if not (fits and _suits(x.numel() * weight.shape[0], *given)):
+        return functional.linear(x, weight, bias)
+    flat: Tensor = MkldnnLinear.apply(x.flatten(0, -2), weight, bias)  # type: ignore[no-untyped-call]
+    return flat if x.dim() == 2 else torch.ops.aten._unsafe_view(flat, [*x.shape[:-1], len(weight)])
+
+
+class MkldnnLinear(torch.autograd.Function):
+    """A linear layer of `x: [n, I]`. Autograd's graph has it by this name."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _onednn(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        activations, weights, biases = ctx.needs_input_grad
+        made = not _held.get()
+        return (
+            matmul(g, weight) if activations else None,
+            matmul(g.T, x) if weights and made else None,
+            g.sum(0) if biases and made else None,
+        )
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x Wᵀ + b` of matrices. Weights with gaps in memory take it a hundred times as long."""
+    if not (weight.is_contiguous() or weight.mT.is_contiguous()):
+        weight = weight.mT.contiguous().mT if weight.stride(0) == 1 else weight.contiguous()
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return found
+
+
+def _suits(work: int, *tensors: Tensor) -> bool:
+    plain = work >= _SMALL and all(
+        one.dtype == torch.float32 and one.is_cpu and one.layout == torch.strided for one in tensors
+    )
+    return plain and half_used() and bool(torch.backends.mkldnn.enabled)
+
+
+@functools.cache
+def half_used() -> bool:
+    """Whether torch's own products use half of this processor."""
+    libraries = torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return libraries and wide and _maker() == "AuthenticAMD"
+
+
+def _maker() -> str | None:
+    """Who made the processor, where the system says so."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), None)
