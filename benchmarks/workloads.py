@@ -101,8 +101,8 @@ MAIN: dict[str, Workload] = {
         models.CifarResNet, data.cifar10, 128, 4, 128, weights=cifar_resnet_weights,
     ),
     "wrn16-4": Workload(
-        "WRN-16-4, 100 classes", "a subset of CIFAR-100, trained for 20 epochs of 1,117 images (28 % of them right)",
-        models.WideResNet, data.cifar100, 32, 2, 32, steps=350, train_batch=64,
+        "WRN-16-4, 100 classes", "a subset of CIFAR-100, trained for 60 epochs of 1,117 images",
+        models.WideResNet, data.cifar100, 32, 2, 32, steps=1050, train_batch=64,
     ),
     "transformer": Workload(
         "transformer, 4 layers", "AG News (d = 256, 10k words, length 64, 4 classes), trained for 12 epochs of 2,048",

@@ -35,3 +35,19 @@ def test_sums_are_those_of_outer_products(size: int, bias: bool, count: int) -> 
     torch.testing.assert_close(found.sums, found.sums.mT, rtol=0, atol=1e-12)
     diagonal.add_squares(torch.ones(width, dtype=torch.float64))
     torch.testing.assert_close(diagonal.sums, expected.diagonal(dim1=1, dim2=2))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dense", [False, True])
+def test_rows_that_wait_are_added_when_the_sum_is_read(groups: int, dense: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    found = Gram.zeros(groups, 20, dense, torch.zeros(1, dtype=torch.float64))
+    expected = torch.zeros(groups, 20, 20, dtype=torch.float64)
+    for count in (1, 700, 300, 400, 3, 2000, 5):
+        rows = torch.randn(groups, count, 20, generator=generator, dtype=torch.float64)
+        found.add_kept_rows(rows, slice(None))
+        expected += rows.mT @ rows
+        if count == 400:
+            torch.testing.assert_close(found.sums, expected if dense else expected.diagonal(dim1=1, dim2=2))
+    torch.testing.assert_close(found.sums, expected if dense else expected.diagonal(dim1=1, dim2=2))
+    torch.testing.assert_close(found.sums, expected if dense else expected.diagonal(dim1=1, dim2=2))  # no row twice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +16,7 @@ from lapwing.gram import Gram
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this build of torch comes without oneDNN"
 )
-ROUNDING = 4 * torch.finfo(torch.float32).eps
+EPS = torch.finfo(torch.float32).eps
 
 
 @pytest.fixture
@@ -37,9 +38,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def close(found: Tensor, expected: Tensor, sizes: Tensor) -> bool:
-    """Whether sums agree up to rounding, `sizes` being the sums of the absolute values."""
-    return bool(((found.double() - expected).abs() <= ROUNDING * sizes).all())
+def close(found: Tensor, expected: Tensor, sizes: Tensor, count: int) -> bool:
+    """Whether sums of so many numbers agree up to rounding, which is random; `sizes` are sums of the absolute values."""
+    return bool(((found.double() - expected).abs() <= EPS * math.sqrt(count) * sizes).all())
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -53,7 +54,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("left", LAYOUTS)
 @pytest.mark.parametrize("right", LAYOUTS)
-@pytest.mark.parametrize("shape", [(150, 130, 90), (60, 130, 190), (1, 1200, 1000)])
+@pytest.mark.parametrize("shape", [(220, 230, 90), (60, 330, 230), (1, 2400, 2000)])
 def test_products_of_any_layout(
     left: str, right: str, shape: tuple[int, int, int], calls: list[tuple[int, ...]]
 ) -> None:
@@ -62,35 +63,35 @@ def test_products_of_any_layout(
     a64, b64 = a.double(), b.double()
     found = matmul.matmul(LAYOUTS[left](a), LAYOUTS[right](b))
     assert len(calls) == 1
-    assert close(found, a64 @ b64, a64.abs() @ b64.abs())
+    assert close(found, a64 @ b64, a64.abs() @ b64.abs(), k)
     into = torch.ones(n, m)
     matmul.add_matmul(into, LAYOUTS[left](a), LAYOUTS[right](b))
-    assert close(into, 1 + a64 @ b64, 1 + a64.abs() @ b64.abs())
+    assert close(into, 1 + a64 @ b64, 1 + a64.abs() @ b64.abs(), k)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_products_of_every_group(groups: int, calls: list[tuple[int, ...]]) -> None:
-    x, matrix = random(2, 40, groups, 5, 70), random(groups, 70, 60, seed=1)
+    x, matrix = random(2, 60, groups, 9, 70), random(groups, 70, 60, seed=1)
     expected = torch.einsum("knqri,qij->knqrj", x.double(), matrix.double())
     sizes = torch.einsum("knqri,qij->knqrj", x.double().abs(), matrix.double().abs())
-    assert close(matmul.times(x, matrix), expected, sizes)
+    assert close(matmul.times(x, matrix), expected, sizes, 70)
     assert len(calls) == (groups == 1)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("count", "width"), [(2000, 24), (700, 40), (1500, 256), (300, 300), (140, 520), (90, 700)])
+@pytest.mark.parametrize(("count", "width"), [(2000, 24), (2000, 72), (1500, 256), (600, 600), (140, 520), (600, 1100)])
 def test_sums_of_outer_products(count: int, width: int, bias: bool, calls: list[tuple[int, ...]]) -> None:
     rows = random(count, width)
     full = torch.cat([rows, torch.ones(count, 1)], 1).double() if bias else rows.double()
     gram = Gram.zeros(1, full.shape[1], True, rows)
-    for part in rows.split(count // 2 + 1):
+    for part in rows.split(count - 10):
         gram.add_rows(part.unsqueeze(0), slice(None), bias)
-    assert close(gram.sums[0], full.T @ full, full.abs().T @ full.abs())
-    assert bool(calls) == (width > 256)
-    assert (matmul.moments(rows) is not None) == (32 <= width <= 256)
+    assert close(gram.sums[0], full.T @ full, full.abs().T @ full.abs(), count)
+    assert bool(calls) == (width > 512)
+    assert (matmul.moments(rows) is not None) == (72 <= width <= 520)
 
 
-@pytest.mark.parametrize("lead", [(150,), (6, 25), (2, 3, 25)])
+@pytest.mark.parametrize("lead", [(600,), (6, 100), (2, 3, 100)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_and_its_derivatives(lead: tuple[int, ...], bias: bool, calls: list[tuple[int, ...]]) -> None:
     """Values, gradients and gradients of gradients are those of `functional.linear` in float64."""
@@ -107,13 +108,13 @@ def test_linear_and_its_derivatives(lead: tuple[int, ...], bias: bool, calls: li
 
     expected = derivatives(functional.linear, torch.float64)
     found = derivatives(matmul.linear, torch.float32)
-    assert calls[0] == (150, 80, 120)
+    assert calls[0] == (600, 80, 120)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
 
 
 def test_gradients_of_weights_are_left_out_where_they_are_held(calls: list[tuple[int, ...]]) -> None:
-    x, layer = random(150, 80).requires_grad_(), nn.Linear(80, 120)
+    x, layer = random(600, 80).requires_grad_(), nn.Linear(80, 120)
     out = matmul.linear(x, layer.weight, layer.bias)
     free = torch.autograd.grad(out.sum(), [x, *layer.parameters()], retain_graph=True)
     before = len(calls)
@@ -129,7 +130,7 @@ def test_gradients_of_weights_are_left_out_where_they_are_held(calls: list[tuple
 
 
 def test_only_what_gains(calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    large, small = random(150, 150), random(20, 20)
+    large, small = random(170, 170), random(20, 20)
     matmul.matmul(small, small)
     matmul.matmul(large.double(), large.double())
     matmul.matmul(large.to(torch.bfloat16), large.to(torch.bfloat16))
@@ -190,13 +191,17 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("curvature", ["ggn", "fisher", "empirical", "kfra"])
-@pytest.mark.parametrize("structure", ["kron", "ekfac", "diag"])
-@pytest.mark.parametrize("network", NETWORKS)
+CASES = [
+    (network, structure, curvature)
+    for network in NETWORKS
+    for structure in ("kron", "ekfac", "diag")
+    for curvature in ("ggn", "fisher", "empirical")
+]
+
+
+@pytest.mark.parametrize(("network", "structure", "curvature"), [*CASES, ("mlp", "kron", "kfra")])
 def test_fits_are_the_same(network: str, structure: str, curvature: str, calls: list[tuple[int, ...]]) -> None:
     """Evidence, gradient and predictions in float32 against the same fit in float64, where oneDNN has no part."""
-    if curvature == "kfra" and (network != "mlp" or structure != "kron"):
-        pytest.skip("kfra is for kron of networks of vectors")
     build, shape = NETWORKS[network]
     torch.manual_seed(0)
     model = build().eval()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lapwing.matmul import add_matmul, gains, moments
 
+_WAIT = 1024  # rows that are added at once where they come in few: each time the whole sum is read and written
 _BLOCK = 128  # rows of a block, twice as many where there are few vectors: smaller ones lose more than symmetry gains
 
 
@@ -20,6 +21,7 @@ class Gram:
     def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
         self.shape, self._like, self._half = shape, like.new_empty(0), False
         self._whole: Tensor | None = None
+        self._waiting: list[Tensor] = []
 
     @staticmethod
     def of(sums: Tensor) -> Gram:
@@ -49,6 +51,7 @@ class Gram:
     @property
     def sums(self) -> Tensor:
         """The sum so far, whole."""
+        self._add_waiting()
         if self._half:
             for start in range(0, self._sums.shape[2], _BLOCK):
                 stop = start + _BLOCK
@@ -65,7 +68,24 @@ class Gram:
             if bias:
                 self._sums[groups, width] += rows.shape[1]
             return
-        sums = self._sums[groups]
+        self._add(rows, groups, bias)
+
+    def add_kept_rows(self, rows: Tensor, groups: slice) -> None:
+        """The same of rows that nobody changes: where they are few they wait for others."""
+        if not self.dense or self.shape[0] > 1 or rows.shape[1] >= _WAIT:
+            self.add_rows(rows, groups)
+            return
+        self._waiting.append(rows.to(self.dtype))
+        if sum(waiting.shape[1] for waiting in self._waiting) >= _WAIT:
+            self._add_waiting()
+
+    def _add_waiting(self) -> None:
+        if self._waiting:
+            rows, self._waiting = self._waiting, []
+            self._add(rows[0] if len(rows) == 1 else torch.cat(rows, dim=1), slice(None), bias=False)
+
+    def _add(self, rows: Tensor, groups: slice, bias: bool) -> None:
+        sums, width = self._sums[groups], rows.shape[2]
         found = moments(rows[0]) if len(rows) == 1 else None
         if found is not None:
             sums[0, :width, :width] += found

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
-_SMALL = 2**20  # multiplications, below which a call costs more than it gains
+_SMALL = 2**22  # multiplications, below which a call costs more than it gains
 _held = ContextVar("held", default=False)
-_NARROW = 32, 256  # widths of matrices whose moments are the weight gradient of a convolution
+_FEW, _NARROW = 256, 512  # rows and columns of a matrix, up to which all of its moments are less work than half of them
 
 
 def gains(work: int, *tensors: Tensor) -> bool:
@@ -54,13 +54,17 @@ def times(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def moments(rows: Tensor) -> Tensor | None:
-    """`Σ x xᵀ: [d, d]` of narrow `rows: [n, d]`, faster than by `matmul`; None where it is not."""
-    narrow, wide = _NARROW
-    if not (narrow <= rows.shape[1] <= wide and gains(rows.numel() * rows.shape[1], rows)):
+    """`Σ x xᵀ: [d, d]` of `rows: [n, d]`, few or narrow, in one product; None where one half of it is less work, or
+    oneDNN gains nothing.
+    """
+    count, width = rows.shape
+    if count < _FEW:
+        return matmul(rows.T, rows) if gains(rows.numel() * width, rows) else None
+    if width > _NARROW or not gains(rows.numel() * width // 2, rows):
         return None
-    # One image with a column of pixels, its channels last: that is how it lies in memory.
+    # The weight gradient of one image with a column of pixels, its channels last: that is how it lies in memory.
     image = rows.contiguous().unsqueeze(1).unsqueeze(0).permute(0, 3, 1, 2)
-    kernel, ones, zeros = rows.new_empty(rows.shape[1], rows.shape[1], 1, 1), (1, 1), (0, 0)
+    kernel, ones, zeros = rows.new_empty(width, width, 1, 1), (1, 1), (0, 0)
     found: Tensor = torch.ops.aten.convolution_backward(
         image, image, kernel, None, ones, zeros, ones, False, zeros, 1, (False, True, False)
     )[1]

@@ -38,7 +38,7 @@ class DenseAccumulator:
 
     def update(self, gradients: Gradients) -> None:
         for start, stop in parts(gradients, self.size, self.budget):
-            self.total.add_rows(gradients.rows(start, stop).reshape(1, -1, self.size), slice(None))
+            self.total.add_kept_rows(gradients.rows(start, stop).reshape(1, -1, self.size), slice(None))
 
     def add(self, matrix: Tensor) -> None:
         """Add a whole `[p, p]` that is not a sum of outer products."""

@@ -143,7 +143,7 @@ class KroneckerAccumulator:
         else:
             rows = g.flatten(1, 3)
             kept = nonzero_rows(rows[0]) if len(rows) == 1 and g.shape[3] > 1 else None
-            self.output_sum.add_rows(rows if kept is None else rows.index_select(1, kept), groups)
+            self.output_sum.add_kept_rows(rows if kept is None else rows.index_select(1, kept), groups)
 
     def add_output_factor(self, factor: Tensor) -> None:
         """Add a whole `Σ g gᵀ` `[O, O]` that was not made of columns."""
