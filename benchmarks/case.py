@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks import workloads
-from benchmarks.measure import Result, Stopwatch, in_turns, limit_memory, peak_mb, plain_pass
+from benchmarks.measure import Result, Stopwatch, in_turns, kernels, limit_memory, peak_mb, plain_pass
 from benchmarks.operations import CASES, OPERATIONS, REPEATS, SECONDS, Operation
 from benchmarks.workloads import Batch, Problem
 
@@ -70,7 +70,7 @@ def run_case(run: Run, program: str) -> None:
 
     try:
         result = run(load, task)
-        result |= {"base_mb": base[0], "peak_mb": peak_mb(), "kernels": torch.backends.cpu.get_cpu_capability()}
+        result |= {"base_mb": base[0], "peak_mb": peak_mb(), "kernels": kernels()}
     except Exception as error:  # whatever goes wrong is the result
         result = {"error": reason(error)}
     print(json.dumps(result))

@@ -96,6 +96,14 @@ def in_turns(
     return result
 
 
+def kernels() -> str:
+    """Which vector instructions torch uses, and whose processor has them: some libraries use fewer on others'."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.is_file() else []
+    maker = next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), None)
+    return torch.backends.cpu.get_cpu_capability() + (f" ({maker})" if maker else "")
+
+
 def peak_mb() -> float:
     """The most memory this process has had, resident, in MB."""
     status = Path("/proc/self/status")

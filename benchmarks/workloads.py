@@ -101,7 +101,7 @@ MAIN: dict[str, Workload] = {
         models.CifarResNet, data.cifar10, 128, 4, 128, weights=cifar_resnet_weights,
     ),
     "wrn16-4": Workload(
-        "WRN-16-4, 100 classes", "a subset of CIFAR-100, trained for 60 epochs of 1,117 images",
+        "WRN-16-4, 100 classes", "a subset of CIFAR-100, trained for 60 epochs of 1,117 images (99.9 % of them right)",
         models.WideResNet, data.cifar100, 32, 2, 32, steps=1050, train_batch=64,
     ),
     "transformer": Workload(

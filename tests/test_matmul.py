@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -113,20 +114,84 @@ def test_linear_and_its_derivatives(lead: tuple[int, ...], bias: bool, calls: li
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
 
 
-def test_gradients_of_weights_are_left_out_where_they_are_held(calls: list[tuple[int, ...]]) -> None:
+def test_gradients_are_made_only_where_they_are_asked_for(calls: list[tuple[int, ...]]) -> None:
+    """Also inside the backward pass of another function, which asks for others."""
     x, layer = random(600, 80).requires_grad_(), nn.Linear(80, 120)
     out = matmul.linear(x, layer.weight, layer.bias)
     free = torch.autograd.grad(out.sum(), [x, *layer.parameters()], retain_graph=True)
-    before = len(calls)
-    with matmul.weights_held():
-        held = torch.autograd.grad(out.sum(), [x, *layer.parameters()], retain_graph=True, allow_unused=True)
-    assert len(calls) == before + 1  # one product, for x
-    assert torch.equal(held[0], free[0])
-    assert all(gradient is None for gradient in held[1:])
-    with pytest.raises(KeyError), matmul.weights_held():
-        raise KeyError
-    after = torch.autograd.grad(out.sum(), layer.weight)[0]
-    assert torch.equal(after, free[1])
+    calls.clear()
+    (alone,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    assert len(calls) == 1  # one product, for x
+    assert torch.equal(alone, free[0])
+    (weight,) = torch.autograd.grad(out.sum(), layer.weight, retain_graph=True)
+    assert torch.equal(weight, free[1])
+    out.sum().backward()
+    for parameter, gradient in zip([x, *layer.parameters()], free, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            with torch.enable_grad():
+                ctx.own = x.detach().requires_grad_(), weight.detach().requires_grad_()
+                ctx.out = matmul.linear(ctx.own[0], ctx.own[1], None)
+            out: Tensor = ctx.out.detach()
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
+            ctx.inner = torch.autograd.grad(ctx.out, ctx.own, g)
+            return tuple(ctx.inner)
+
+    made = random(120, 80, seed=4).requires_grad_() * 2  # an activation that is the weight of another
+    nested: Tensor = Nested.apply(x, made)  # type: ignore[no-untyped-call]
+    (found,) = torch.autograd.grad(nested.square().sum(), made)
+    expected = torch.autograd.grad(functional.linear(x, made).square().sum(), made)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_inputs_of_frozen_layers_are_not_kept(calls: list[tuple[int, ...]]) -> None:
+    u, layer = random(600, 120).requires_grad_() * 1, nn.Linear(120, 120).requires_grad_(False)
+    before = u.detach().clone().requires_grad_()
+    u += torch.tanh(matmul.linear(u, layer.weight, layer.bias))  # changes the input in place
+    (before + torch.tanh(layer(before))).sum().backward()
+    u.sum().backward()
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("layout", ["every other", "one for all"])
+def test_biases_of_any_layout(layout: str, calls: list[tuple[int, ...]]) -> None:
+    x, w = random(600, 80), random(120, 80, seed=1)
+    b = random(240, seed=2)[::2] if layout == "every other" else random(1, seed=2).expand(120)
+    found = matmul.linear(x, w, b)
+    assert len(calls) == 1
+    torch.testing.assert_close(found, functional.linear(x, w, b), rtol=1e-5, atol=1e-4)
+
+
+class Doubled(Tensor):
+    """A kind of its own, of which linear functions are twice as large."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [value.as_subclass(Tensor) if isinstance(value, Doubled) else value for value in args]
+        found = func(*plain, **(kwargs or {}))
+        return 2 * found if func is functional.linear else found
+
+
+def test_transforms_and_kinds_of_tensors_are_left_to_torch(calls: list[tuple[int, ...]]) -> None:
+    x, w = random(3, 600, 80), random(120, 80, seed=1)
+    expected = x @ w.T
+    found = torch.func.vmap(lambda one: matmul.linear(one, w, None))(x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    moved = torch.func.jvp(lambda one: matmul.linear(one, w, None), (x[0],), (x[1],))[1]
+    torch.testing.assert_close(moved, expected[1], rtol=1e-5, atol=1e-4)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x[0], x[1])
+        tangent = torch.autograd.forward_ad.unpack_dual(matmul.matmul(dual, w.T)).tangent
+    torch.testing.assert_close(tangent, expected[1], rtol=1e-5, atol=1e-4)
+    twice = matmul.linear(x[0], w.as_subclass(Doubled), None)
+    torch.testing.assert_close(twice.as_subclass(Tensor), 2 * expected[0], rtol=1e-5, atol=1e-4)
+    assert not calls
 
 
 def test_only_what_gains(calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +229,7 @@ class Pairwise(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right, self.head = nn.Linear(20, 280), nn.Linear(20, 280), nn.Linear(64 * 64, 3)
+        self.left, self.right, self.head = nn.Linear(20, 280), nn.Linear(20, 280), nn.Linear(128 * 128, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         pairs = zip(self.left(x), self.right(x), strict=True)
@@ -187,7 +252,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(240, 300), nn.Tanh(), nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 3)), (240,)),
     "sequences": (sequences, (6, 40)),
     "images": (images, (240,)),
-    "weight that is an activation": (Pairwise, (64, 20)),
+    "weight that is an activation": (Pairwise, (128, 20)),
 }  # fmt: skip
 
 
@@ -217,6 +282,7 @@ def test_fits_are_the_same(network: str, structure: str, curvature: str, calls: 
     assert not calls
     found = fit(torch.float32)
     assert calls
+    assert ((128, 280, 128) in calls) == (network == "weight that is an activation")
     torch.testing.assert_close(found[1].double(), exact[1].double(), rtol=1e-5, atol=0)
     torch.testing.assert_close(found[2].double(), exact[2], rtol=2e-3, atol=1e-4 * float(exact[2].abs().max()))
     for name, value in exact[0].curvature.gradient.items():

@@ -51,7 +51,7 @@ class Gram:
     @property
     def sums(self) -> Tensor:
         """The sum so far, whole."""
-        self._add_waiting()
+        self.settle()
         if self._half:
             for start in range(0, self._sums.shape[2], _BLOCK):
                 stop = start + _BLOCK
@@ -71,15 +71,17 @@ class Gram:
         self._add(rows, groups, bias)
 
     def add_kept_rows(self, rows: Tensor, groups: slice) -> None:
-        """The same of rows that nobody changes: where they are few they wait for others."""
+        """The same of rows that nobody changes: where they are few they wait for others, or for `settle`."""
         if not self.dense or self.shape[0] > 1 or rows.shape[1] >= _WAIT:
             self.add_rows(rows, groups)
             return
-        self._waiting.append(rows.to(self.dtype))
+        alone = rows.untyped_storage().nbytes() <= 2 * rows.numel() * rows.element_size()
+        self._waiting.append(rows.to(self.dtype) if alone else rows.to(self.dtype, copy=True))
         if sum(waiting.shape[1] for waiting in self._waiting) >= _WAIT:
-            self._add_waiting()
+            self.settle()
 
-    def _add_waiting(self) -> None:
+    def settle(self) -> None:
+        """Add the rows that wait."""
         if self._waiting:
             rows, self._waiting = self._waiting, []
             self._add(rows[0] if len(rows) == 1 else torch.cat(rows, dim=1), slice(None), bias=False)

@@ -2,25 +2,22 @@
 
 torch multiplies matrices with MKL, which keeps to AVX2 on AMD's processors, and convolves with oneDNN, which takes
 AVX-512 wherever there is one. A product by oneDNN takes half the time there. Everywhere else, and for whatever it does
-not take (other dtypes and devices, small matrices, a graph of the product), these are torch's own.
+not take (other dtypes and devices, small matrices, tensors under transforms), these are torch's own; so is a product of
+which autograd makes a graph, but for `linear`, which has one of its own.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 _SMALL = 2**22  # multiplications, below which a call costs more than it gains
-_held = ContextVar("held", default=False)
 _FEW, _NARROW = 256, 512  # rows and columns of a matrix, up to which all of its moments are less work than half of them
 
 
@@ -71,20 +68,8 @@ def moments(rows: Tensor) -> Tensor | None:
     return found.flatten(1)
 
 
-@contextmanager
-def weights_held() -> Iterator[None]:
-    """Within, backward passes through `linear` make no gradients of weights and biases, which autograd would ask for
-    and throw away where it goes to activations only.
-    """
-    token = _held.set(True)
-    try:
-        yield
-    finally:
-        _held.reset(token)
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x Wᵀ + b` of `x: [..., I]`, `weight: [O, I]` and `bias: [O]`, made of parameters and no activations."""
+    """`x Wᵀ + b` of `x: [..., I]`, `weight: [O, I]` and `bias: [O]`."""
     given = (x, weight) if bias is None else (x, weight, bias)
     fits = x.dim() > 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[1]
     fits = fits and (bias is None or bias.shape == weight.shape[:1]) and not torch.is_autocast_enabled("cpu")
@@ -98,24 +83,36 @@ class MkldnnLinear(torch.autograd.Function):
     """A linear layer of `x: [n, I]`. Autograd's graph has it by this name."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        activations, weights, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if weights else None, weight if activations else None)
         return _onednn(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        activations, weights, biases = ctx.needs_input_grad
-        made = not _held.get()
         return (
-            matmul(g, weight) if activations else None,
-            matmul(g.T, x) if weights and made else None,
-            g.sum(0) if biases and made else None,
+            matmul(g, weight) if ctx.needs_input_grad[0] else None,
+            matmul(g.T, x) if _asked_for(ctx, 1) else None,
+            g.sum(0) if _asked_for(ctx, 2) else None,
         )
+
+
+def _asked_for(ctx: Any, argument: int) -> bool:
+    """Whether this backward pass goes to an argument. Most go to activations only, and functions in Python are asked
+    for all that have a gradient.
+    """
+    if not ctx.needs_input_grad[argument]:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(ctx.next_functions[argument][0]))
+    except RuntimeError:  # it is a leaf, and what the pass is for
+        return True
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x Wᵀ + b` of matrices. Weights with gaps in memory take it a hundred times as long."""
+    bias = None if bias is None else bias.contiguous()  # it does not look at its stride
     if not (weight.is_contiguous() or weight.mT.is_contiguous()):
         weight = weight.mT.contiguous().mT if weight.stride(0) == 1 else weight.contiguous()
     found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -123,16 +120,26 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _suits(work: int, *tensors: Tensor) -> bool:
-    plain = work >= _SMALL and all(
-        one.dtype == torch.float32 and one.is_cpu and one.layout == torch.strided for one in tensors
+    return work >= _SMALL and half_used() and bool(torch.backends.mkldnn.enabled) and all(map(_is_plain, tensors))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is a matrix of numbers in memory, and no more: no kind of its own, no batch, no derivative."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.dtype == torch.float32
+        and tensor.is_cpu
+        and tensor.layout == torch.strided
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and forward_ad.unpack_dual(tensor).tangent is None
     )
-    return plain and half_used() and bool(torch.backends.mkldnn.enabled)
 
 
 @functools.cache
 def half_used() -> bool:
     """Whether torch's own products use half of this processor."""
     libraries = torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    libraries = libraries and hasattr(torch._C, "_will_engine_execute_node")
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return libraries and wide and _maker() == "AuthenticAMD"
 

@@ -29,7 +29,6 @@ from lapwing.guard import twice_differentiable
 from lapwing.layers import Call, ExampleAxis
 from lapwing.layers.per_example import PerExample
 from lapwing.layers.rule import tolerance
-from lapwing.matmul import weights_held
 from lapwing.reading import inputs_of
 from lapwing.recorder import Mailbox, Recorder, Use
 from lapwing.slope import Slope
@@ -294,11 +293,10 @@ class Record:
         return max(1, min(10, self.tape.budget // max(1, 2 * size)))
 
     def grad(self, edges: list[GradientEdge], vectors: Tensor, batched: bool) -> tuple[Tensor | None, ...]:
-        with weights_held():
-            return torch.autograd.grad(
-                self.outputs, edges, vectors, retain_graph=True, create_graph=self.create_graph, allow_unused=True,
-                is_grads_batched=batched,
-            )  # fmt: skip
+        return torch.autograd.grad(
+            self.outputs, edges, vectors, retain_graph=True, create_graph=self.create_graph, allow_unused=True,
+            is_grads_batched=batched,
+        )  # fmt: skip
 
     def _rows(
         self, columns: Columns, layers: list[Layer], consume: Consume | None, at_once: int | None, slope: Slope | None

@@ -77,6 +77,9 @@ class Accumulator(Protocol):
     def update(self, gradients: Gradients) -> None:
         """Add `Σ_kn g_kn g_knᵀ` in the block's structure."""
 
+    def settle(self) -> None:
+        """Take in what waits for more of its kind; at the end of a fit."""
+
     def merge(self, other: Self) -> Self:
         """The sum over both data sets."""
 

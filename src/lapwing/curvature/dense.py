@@ -44,6 +44,9 @@ class DenseAccumulator:
         """Add a whole `[p, p]` that is not a sum of outer products."""
         self.total.add_products(matrix.unsqueeze(0), matrix[:1], 0, slice(None), bias=False)
 
+    def settle(self) -> None:
+        self.total.settle()
+
     def merge(self, other: Self) -> Self:
         return replace(self, total=Gram.of((self.sums + other.sums).unsqueeze(0)))
 

@@ -34,6 +34,9 @@ class DiagonalAccumulator:
     def update(self, gradients: Gradients) -> None:
         self.sums += self.basis.squares(gradients, self.budget)
 
+    def settle(self) -> None:
+        pass
+
     def merge(self, other: Self) -> Self:
         if not _same_basis(self.basis, other.basis):
             raise InputError(

@@ -74,6 +74,8 @@ class Fit:
             else:
                 traces += self._add(record, batch, blocks, leftovers, generator, slopes)
         leftovers.flush(tape)
+        for block in blocks:
+            block.accumulator.settle()
         if not blocks:
             raise InputError("The loader is empty: it yielded no batch, so there is nothing to fit.")
         if self.structure == "ekfac":

@@ -153,6 +153,10 @@ class KroneckerAccumulator:
             self.output_sum.add_squares(factor.diagonal())
         self.terms = (self.terms[0], self.terms[1] + len(factor))
 
+    def settle(self) -> None:
+        self.input_sum.settle()
+        self.output_sum.settle()
+
     def merge(self, other: Self) -> Self:
         if self.reduce != other.reduce:
             raise InputError("A kron='expand' and a kron='reduce' curvature do not merge.")

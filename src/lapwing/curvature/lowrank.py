@@ -52,6 +52,9 @@ class LowRankAccumulator:
     def update(self, gradients: Gradients) -> None:
         raise NotImplementedError("A low-rank curvature is made of products with the GGN, not of gradients.")
 
+    def settle(self) -> None:
+        pass
+
     def merge(self, other: Self) -> Self:
         """The best approximation of rank k of both together.
 

@@ -112,7 +112,7 @@ def _read(record: Record, node: Activation, behind: Mapping[Activation, str | No
         scale = node._saved_alpha if name == "Addmm" else 1
         return LinearStep((inputs[0][1],), scale * node._saved_mat2.detach().to(record.dtype))
     if name == "MkldnnLinearBackward" and [i for i, _ in inputs] == [0]:
-        return LinearStep((inputs[0][1],), node.saved_tensors[1].detach().T)
+        return LinearStep((inputs[0][1],), node.saved_tensors[1].detach().T.to(record.dtype))
     if name not in _ELEMENTWISE or len({math.prod(shape) for shape in shapes}) > 1:
         raise refusal(f"the operation {_spoken(name)!r} past layer {layer!r}")
     if name == "NativeBatchNorm" and node._saved_training:

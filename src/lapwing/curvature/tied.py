@@ -38,6 +38,10 @@ class TiedAccumulator:
         for part in gradients.parts if isinstance(gradients, Uses) else (gradients,):
             (self.embedding if isinstance(part, TokenPair) else self.head).update(part)
 
+    def settle(self) -> None:
+        self.head.settle()
+        self.embedding.settle()
+
     def merge(self, other: Self) -> Self:
         return replace(self, head=self.head.merge(other.head), embedding=self.embedding.merge(other.embedding))
 

@@ -49,10 +49,8 @@ class Convolution(PairRule):
         matrix = fewer.matrix(kernels, x.shape, groups)
         if matrix is not None:
             positions = fewer.positions(x.shape[2:])
-            product = linear if w.is_leaf and (b is None or b.is_leaf) else functional.linear
-            flat = product(
-                x.flatten(1), matrix.contiguous(), None if b is None else b.repeat_interleave(prod(positions))
-            )
+            shifts = None if b is None else b.repeat_interleave(prod(positions))
+            flat = linear(x.flatten(1), matrix.contiguous(), shifts)
             return torch.ops.aten._unsafe_view(flat, [len(x), len(w), *positions])  # to change in place
         if fewer == window:
             return function(*args, **kwargs)

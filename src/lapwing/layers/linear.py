@@ -37,9 +37,7 @@ class Linear(PairRule):
         return Call(x, weight.name, added, (1, outputs, inputs), {}, weight.rows, layout)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x, w, b = _bind(*args, **kwargs)
-        held = w.is_leaf and (b is None or b.is_leaf)
-        return matmul.linear(x, w, b) if held else function(*args, **kwargs)
+        return matmul.linear(*_bind(*args, **kwargs))
 
     def broadcast(self, call: Call, output: torch.Size) -> Call | None:
         return replace(call, input=call.input.expand(*output[:-1], -1)) if _same_width(call, output) else None
