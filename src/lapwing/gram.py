@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lapwing.matmul import add_matmul, gains, moments
+from lapwing.matmul import gains, in_whole_blocks, matmul, moments
 
-_WAIT = 1024  # rows that are added at once where they come in few: each time the whole sum is read and written
+_WAIT = 2**18  # numbers that are added at once where they come in few: each time the whole sum is read and written
 _BLOCK = 128  # rows of a block, twice as many where there are few vectors: smaller ones lose more than symmetry gains
 
 
@@ -72,12 +72,12 @@ class Gram:
 
     def add_kept_rows(self, rows: Tensor, groups: slice) -> None:
         """The same of rows that nobody changes: where they are few they wait for others, or for `settle`."""
-        if not self.dense or self.shape[0] > 1 or rows.shape[1] >= _WAIT:
+        if not self.dense or self.shape[0] > 1 or rows.numel() >= _WAIT:
             self.add_rows(rows, groups)
             return
         alone = rows.untyped_storage().nbytes() <= 2 * rows.numel() * rows.element_size()
         self._waiting.append(rows.to(self.dtype) if alone else rows.to(self.dtype, copy=True))
-        if sum(waiting.shape[1] for waiting in self._waiting) >= _WAIT:
+        if sum(waiting.numel() for waiting in self._waiting) >= _WAIT:
             self.settle()
 
     def settle(self) -> None:
@@ -99,17 +99,18 @@ class Gram:
     def _add_blocks(self, sums: Tensor, rows: Tensor) -> None:
         """Add the products of blocks on and above the diagonal."""
         count, width = rows.shape[1:]
-        step = _BLOCK if count >= _BLOCK else 2 * _BLOCK
+        fast = len(rows) == 1 and gains(count * width * _BLOCK, rows)
+        step = _BLOCK if count >= _BLOCK and not (fast and width >= 8 * _BLOCK) else 2 * _BLOCK
         step = step if width >= 2 * step else width
-        fast = len(rows) == 1 and gains(count * width * step, rows)
-        columns = rows[0].T.contiguous().unsqueeze(0) if fast else rows.mT
+        whole = in_whole_blocks(count) if fast else 0
+        columns, rest = rows[0, :whole].T.contiguous(), rows[:, whole:]
         for start in range(0, width, step):
             stop = min(start + step, width)
-            into, left, right = sums[:, start:stop, start:width], columns[:, start:stop], columns[:, start:]
-            if fast:
-                add_matmul(into[0], left[0], right[0].T)
-            else:
-                into.baddbmm_(left, right.mT)
+            into = sums[:, start:stop, start:width]
+            if whole:
+                into[0] += matmul(columns[start:stop], columns[start:].T)
+            if whole < count:
+                into.baddbmm_(rest[:, :, start:stop].mT, rest[:, :, start:])
         self._half |= step < width
 
     def add_products(self, products: Tensor, first: Tensor, count: int, groups: slice, bias: bool) -> None:

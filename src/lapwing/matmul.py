@@ -27,20 +27,40 @@ def gains(work: int, *tensors: Tensor) -> bool:
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
-    """`L R: [n, m]` of matrices `[n, k]` and `[k, m]`."""
-    if not gains(left.shape[0] * right.numel(), left, right):
+    """`L R: [n, m]` of matrices `[n, k]` and `[k, m]`, n being the size that differs from call to call."""
+    count = len(left)
+    if not gains(count * right.numel(), left, right):
         return left @ right
-    if left.is_contiguous() or left.shape[0] <= right.shape[1]:
-        return _onednn(left, right.mT)
-    return _onednn(right.mT, left).mT  # of the first it takes a copy where it is turned
+    return _first_rows(_onednn(_filled_up(left), right.mT), count)
 
 
-def add_matmul(into: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `L R` to a matrix `[n, m]`."""
-    if gains(left.shape[0] * right.numel(), left, right):
-        into += matmul(left, right)
-    else:
-        into.addmm_(left, right)
+def across(left: Tensor, right: Tensor) -> Tensor:
+    """`Lᵀ R: [n, m]` of rows `[k, n]` and `[k, m]`: the sum of their outer products."""
+    whole = in_whole_blocks(len(left))
+    if not gains(whole * left.shape[1] * right.shape[1], left, right):
+        return left.T @ right
+    first, second = left[:whole].T, right[:whole].T
+    # It takes a copy of the first, which had better be the smaller one.
+    found = _onednn(first, second) if len(first) <= len(second) else _onednn(second, first).T
+    return found if whole == len(left) else found.addmm_(left[whole:].T, right[whole:])
+
+
+def in_whole_blocks(count: int) -> int:
+    """How many of so many rows oneDNN takes, so that their numbers are few: it keeps some megabytes for each."""
+    return count - count % (64 if count < 512 else 256)
+
+
+def _filled_up(rows: Tensor) -> Tensor:
+    """Rows `[n, k]` with zeros after them, so that their numbers are few."""
+    missing = -len(rows) % (64 if len(rows) <= 1024 else 256)
+    return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def _first_rows(values: Tensor, count: int) -> Tensor:
+    """Of values that are new; no view of them, which autograd would not have changed in place."""
+    if len(values) == count:
+        return values
+    return values.new_empty(0).set_(values.untyped_storage(), 0, (count, values.shape[1]), values.stride())
 
 
 def times(x: Tensor, matrix: Tensor) -> Tensor:
@@ -56,7 +76,7 @@ def moments(rows: Tensor) -> Tensor | None:
     """
     count, width = rows.shape
     if count < _FEW:
-        return matmul(rows.T, rows) if gains(rows.numel() * width, rows) else None
+        return across(rows, rows) if gains(rows.numel() * width, rows) else None
     if width > _NARROW or not gains(rows.numel() * width // 2, rows):
         return None
     # The weight gradient of one image with a column of pixels, its channels last: that is how it lies in memory.
@@ -86,14 +106,14 @@ class MkldnnLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         activations, weights, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if weights else None, weight if activations else None)
-        return _onednn(x, weight, bias)
+        return _first_rows(_onednn(_filled_up(x), weight, bias), len(x))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         return (
             matmul(g, weight) if ctx.needs_input_grad[0] else None,
-            matmul(g.T, x) if _asked_for(ctx, 1) else None,
+            across(g, x) if _asked_for(ctx, 1) else None,
             g.sum(0) if _asked_for(ctx, 2) else None,
         )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lapwing.matmul import matmul, times
+from lapwing.matmul import across, times
 
 _MANY = 128  # images, for which it pays to make a matrix of a kernel
 _LARGE = 64  # entries of a kernel, of which it does not
@@ -64,10 +64,10 @@ class Window:
         """
         space = x.shape[2:]
         if groups == 1 and self._sees_all_once(space):
-            return matmul(g.flatten(1).T, x.flatten(1)).reshape(g.shape[1], x.shape[1], *self.kernel)
+            return across(g.flatten(1), x.flatten(1)).reshape(g.shape[1], x.shape[1], *self.kernel)
         between = _entries_between(self, space) if groups == 1 and len(x) >= _MANY else None
         if between is not None:
-            products = matmul(g.flatten(1).T, x.flatten(1)).reshape(g.shape[1], -1, x.shape[1], space.numel())
+            products = across(g.flatten(1), x.flatten(1)).reshape(g.shape[1], -1, x.shape[1], space.numel())
             return (products.transpose(1, 2).flatten(2) @ between.to(g).T).reshape(g.shape[1], x.shape[1], *self.kernel)
         if x.shape[1] == 1 and self._fits_rows(g):
             return self._weight_gradient_of_one_channel(x, g)
