@@ -62,12 +62,16 @@ def cost(result: Result, operation: Operation) -> float:
 
 
 def fastest(cases: Cases, workload: str, operation: str) -> tuple[str, float] | None:
-    """The fastest rival that ran and returns the right curvature. One to 1e-3 competes with the exact fits."""
+    """The fastest rival that ran on the same kind of machine and returns the right curvature. One to 1e-3 competes
+    with the exact fits.
+    """
+    kernels = cases.get(f"{workload}/{operation}", {}).get("kernels")
     name = operation.replace("-tol", "-exact")
     found = []
     for rival in RIVALS:
         case = f"{workload}/{name}@{rival}"
-        if case in cases and "error" not in cases[case] and misses(cases, case) is None:
+        ran = case in cases and "error" not in cases[case] and cases[case].get("kernels") == kernels
+        if ran and misses(cases, case) is None:
             found.append((cost(cases[case], OPERATIONS[name]), rival))
     return (min(found)[1], min(found)[0]) if found else None
 
