@@ -71,6 +71,20 @@ def test_products_of_any_layout(
     assert close(found, a64 @ b64, a64.abs() @ b64.abs(), k)
 
 
+@pytest.mark.parametrize(("shape", "fast"), [((300, 120, 140), True), ((5, 2100, 2100), False), ((20, 30, 40), False)])
+def test_sums_are_added_where_they_belong(
+    shape: tuple[int, int, int], fast: bool, calls: list[tuple[int, ...]]
+) -> None:
+    """A large one by torch's own, which makes no second matrix of its size."""
+    k, n, m = shape
+    a, b, whole = random(k, n), random(k, m, seed=1), torch.ones(n, m + 1)
+    matmul.add_across(whole[:, :-1], a, b)
+    a64, b64 = a.double(), b.double()
+    assert close(whole[:, :-1], 1 + a64.T @ b64, 1 + a64.abs().T @ b64.abs(), k)
+    assert bool((whole[:, -1] == 1).all())
+    assert bool(calls) == fast
+
+
 def test_few_numbers_of_rows_are_seen(calls: list[tuple[int, ...]]) -> None:
     """oneDNN keeps memory for every size."""
     x, w, layer = random(1500, 120), random(120, 140, seed=1), nn.Linear(120, 140)

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 _SMALL = 2**22  # multiplications, below which a call costs more than it gains
+_LARGE = 2**22  # numbers of a product, above which it is added where it belongs
 _FEW, _NARROW = 256, 512  # rows and columns of a matrix, up to which all of its moments are less work than half of them
 
 
@@ -43,6 +44,14 @@ def across(left: Tensor, right: Tensor) -> Tensor:
     # It takes a copy of the first, which had better be the smaller one.
     found = _onednn(first, second) if len(first) <= len(second) else _onednn(second, first).T
     return found if whole == len(left) else found.addmm_(left[whole:].T, right[whole:])
+
+
+def add_across(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `Lᵀ R` to a matrix `[n, m]`. A large one, such as that of a vocabulary, is not made a second time."""
+    if into.numel() <= _LARGE and gains(left.numel() * right.shape[1], left, right):
+        into += across(left, right)
+    else:
+        into.addmm_(left.T, right)
 
 
 def in_whole_blocks(count: int) -> int:

@@ -54,7 +54,7 @@ class Linear(PairRule):
         flat, x = g.flatten(0, -2), call.input.flatten(0, -2)
         kept = nonzero_rows(flat)
         flat, x = (flat, x) if kept is None else (flat.index_select(0, kept), x.index_select(0, kept))
-        weight += matmul.across(flat, x.to(g.dtype))
+        matmul.add_across(weight, flat, x.to(g.dtype))
         if bias is not None:
             bias += flat.sum(0)
 
