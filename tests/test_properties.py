@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lapwing import Gaussian, Laplace
 from lapwing.layers import window as windows
 from lapwing.layers.convolution import Convolution
-from lapwing.layers.moments import Moments, _ByPixels, _ByRows, _ByShifts, moment_sum
+from lapwing.layers.moments import Moments, _ByLines, _ByPixels, _ByRows, _ByShifts, moment_sum
 from lapwing.layers.rule import ExampleAxis
 from lapwing.layers.window import Images, Window, trimmed
 from lapwing.views import View
@@ -90,7 +90,7 @@ def test_convolutions_of_any_kind(case: tuple[nn.Module, Tensor], structure: str
 @SETTINGS
 @given(convolutions())
 def test_moments_of_convolutions(case: tuple[nn.Module, Tensor]) -> None:
-    """Products of rows give the same `Σ a aᵀ` as unfolding everything."""
+    """Products of pixels, of lines and of rows give the same `Σ a aᵀ` as unfolding everything."""
     conv, x = case
     padded: Any = conv
     if padded.padding_mode != "zeros":
@@ -108,7 +108,7 @@ def test_moments_of_convolutions(case: tuple[nn.Module, Tensor]) -> None:
     if images is None:
         assert call.options["window"].kernel[0] == 1
         return
-    for kind in (_ByPixels, _ByRows):
+    for kind in (_ByPixels, _ByLines, _ByRows):
         total = kind(images.window, images.x, images.groups)
         for part in images.x.split(2):
             total.add(part)
@@ -222,7 +222,12 @@ def test_moments_by_shifts(groups: int, channels: int, height: int, width: int, 
         (16, 2, Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), _ByPixels),
         (16, 16, Window((3, 3), (2, 2), (1, 1), (1, 1), (1, 1)), _ByRows),
         (16, 16, Window((3, 3), (1, 1), (1, 1), (0, 0), (0, 0)), _ByRows),
-        (3, 16, Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), _ByRows),
+        (3, 16, Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), _ByLines),
+        (3, 96, Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1)), _ByRows),
+        (1, 28, Window((5, 5), (1, 1), (1, 1), (2, 2), (2, 2)), _ByLines),
+        (6, 14, Window((5, 5), (1, 1), (1, 1), (0, 0), (0, 0)), _ByLines),
+        (3, 32, Window((7, 7), (2, 2), (1, 1), (3, 3), (3, 3)), _ByLines),
+        (3, 224, Window((7, 7), (2, 2), (1, 1), (3, 3), (3, 3)), _ByRows),
     ],
 )
 def test_the_way_to_moments_that_is_least_work(channels: int, space: int, window: Window, way: type) -> None:

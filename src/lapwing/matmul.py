@@ -149,14 +149,14 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _suits(work: int, *tensors: Tensor) -> bool:
-    return work >= _SMALL and half_used() and bool(torch.backends.mkldnn.enabled) and all(map(_is_plain, tensors))
+    enabled = work >= _SMALL and half_used() and bool(torch.backends.mkldnn.enabled)
+    return enabled and all(tensor.dtype == torch.float32 and is_plain(tensor) for tensor in tensors)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is a matrix of numbers in memory, and no more: no kind of its own, no batch, no derivative."""
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is numbers in the processor's memory, and no more: no kind of its own, no batch, no derivative."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
-        and tensor.dtype == torch.float32
         and tensor.is_cpu
         and tensor.layout == torch.strided
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

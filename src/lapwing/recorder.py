@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lapwing.layers import LONE_BIAS, RULES, Call, Rule
+from lapwing.pooling import max_pool2d
 from lapwing.views import View, owner_of
 
 
@@ -90,6 +91,11 @@ _POOLING = {
 _ADDING = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__}
 
 
+def _pooled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = max_pool2d(*args, **kwargs) if func is functional.max_pool2d else None
+    return func(*args, **kwargs) if found is None else found
+
+
 @dataclass(frozen=True)
 class _Rectified:
     """The last result of a ReLU and its argument, as they were. The largest of rectified numbers is the largest number,
@@ -162,8 +168,8 @@ class Recorder(TorchFunctionMode):
             return rule.run(func, args, kwargs)
         before = self._rectified
         if func in _POOLING and before is not None and before.holds(args):
-            return functional.relu(func(before.input, *args[1:], **kwargs))
-        output = func(*args, **kwargs)
+            return functional.relu(_pooled(func, (before.input, *args[1:]), kwargs))
+        output = _pooled(func, args, kwargs) if func in _POOLING else func(*args, **kwargs)
         if func in _RECTIFYING and args and output.requires_grad and output is not args[0]:
             self._rectified = _Rectified(output, args[0], output._version, args[0]._version)
         return output

@@ -1,8 +1,8 @@
 """`Σ a aᵀ` over the patches of a convolution, without the patches.
 
-What is summed over the batches are products between pixels, between rows or between shifted images, whichever is less
-work; each is computed once, where unfolding computes it for every pair of kernel entries that see it. The sums become
-moments of patches when they are read.
+What is summed over the batches are products between pixels, all or those of near lines, between rows or between shifted
+images, whichever is less work; each is computed once, where unfolding computes it for every pair of kernel entries that
+see it. The sums become moments of patches when they are read.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from torch.nn import functional
 
 from lapwing.gram import Gram
 from lapwing.layers.window import Images, Window
+from lapwing.matmul import add_across, gains
 
 _LARGE = 8  # a sum this many times as large as `Σ a aᵀ` itself is not kept from batch to batch
+_KEPT = 2**22  # numbers that may be kept all the same
+_COPY = 64  # multiplications that take as long as putting a number elsewhere
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,16 @@ def moment_sum(images: Images) -> MomentSum | None:
     """An empty sum for images like these, by whichever way takes least; None where that is the patches themselves."""
     window, space = images.window, images.x.shape[2:]
     entries, positions = prod(window.kernel), window.positions(space)
-    padded = space[0] + window.before[0] + window.after[0]
-    by_rows = padded * window.kernel[0] * (entries // window.kernel[0]) ** 2 * (prod(positions) // positions[0])
-    by_patches = prod(positions) * entries**2
+    copied = _COPY * images.groups / images.x.shape[1]  # work is counted for each pair of channels
+    width, rows = entries // window.kernel[0], (space[0] + window.before[0] + window.after[0]) * prod(positions[1:])
+    by_rows = rows * width * (entries + copied)
+    by_patches = prod(positions) * entries * (entries + copied)
     by_pixels = space.numel() ** 2 if space.numel() ** 2 <= 2 * entries**2 else math.inf  # no larger than the result
+    by_lines = space.numel() * (_ByLines.reach(window) * prod(space[1:]) + copied)
+    by_lines = by_lines if _ByLines.fits(images) else math.inf
     by_shifts = 15 * space.numel() if _ByShifts.fits(images) else math.inf
     ways: list[tuple[float, Callable[[Window, Tensor, int], MomentSum]]] = [
-        (by_pixels, _ByPixels), (by_shifts, _ByShifts), (by_rows, _ByRows),
+        (by_pixels, _ByPixels), (by_shifts, _ByShifts), (by_lines, _ByLines), (by_rows, _ByRows),
     ]  # fmt: skip
     least, way = min(ways, key=lambda candidate: candidate[0])
     return None if by_patches <= least else way(window, images.x, images.groups)
@@ -168,6 +174,80 @@ class _ByShifts:
         return block
 
 
+class _ByLines:
+    """With `P_ud = Σ x_u x_{u+d}ᵀ` between the pixels of lines u and u + d (a line: all pixels with one first index),
+    the block of kernel entries in rows i and j is a sum over the lines u that i sees, `d = j − i`, and over the
+    positions along a line. For lines hardly longer than a kernel is large.
+    """
+
+    def __init__(self, window: Window, images: Tensor, groups: int) -> None:
+        self.window, self.space, self.groups, self.images = window, images.shape[2:], groups, 0
+        self.channels, lines = images.shape[1] // groups, self.space[0]
+        each = self.channels * prod(self.space[1:])
+        self.between = images.new_zeros(groups, lines, each, min(self.reach(window), lines) * each)
+        self.first = images.new_zeros(images.shape[1:])
+
+    @staticmethod
+    def reach(window: Window) -> int:
+        """How many lines a kernel spans."""
+        return window.dilation[0] * (window.kernel[0] - 1) + 1
+
+    @staticmethod
+    def fits(images: Images) -> bool:
+        """Whether what is summed is small."""
+        pixels, near = images.x[0].numel() // images.groups, _ByLines.reach(images.window)
+        return near * images.groups * (pixels // images.x.shape[2]) * pixels <= _KEPT
+
+    @property
+    def small(self) -> bool:
+        return True
+
+    def add(self, x: Tensor) -> None:
+        groups, lines, each, near = self.between.shape
+        rest = range(4, x.dim() + 1)
+        # [Q, lines, C/Q, *rest, B]: pixels of a line after another, and lines that are near in one piece.
+        pixels = torch.unflatten(x, 1, (groups, -1)).permute(1, 3, 2, *rest, 0).contiguous()
+        pixels = pixels.view(groups, lines * each, len(x))
+        for own, sums in zip(pixels, self.between, strict=True):
+            if gains(len(x) * each * near, own):
+                for line in range(lines):
+                    seen = own[line * each : line * each + near]
+                    add_across(sums[line, :, : len(seen)], seen[:each].T, seen.T)
+                continue
+            inside = lines - near // each + 1  # the others have fewer behind them
+            windows = own.as_strided((inside, near, len(x)), (each * len(x), len(x), 1), own.storage_offset())
+            sums[:inside].baddbmm_(windows[:, :each], windows.mT)
+            for line in range(inside, lines):
+                seen = own[line * each :]
+                sums[line, :, : len(seen)].addmm_(seen[:each], seen.T)
+        self.first += x.sum(0)
+        self.images += len(x)
+
+    def collect(self) -> Moments:
+        window, size, groups, channels = self.window, self.window.kernel[0], self.groups, self.channels
+        lines, width, entries = self.space[0], prod(self.space[1:]), prod(window.kernel[1:])
+        down, along = _part(window, slice(0, 1)), _part(window, slice(1, None))
+        of_lines = down.seen(self.space[:1])  # [size, positions]
+        chosen = _pairs(along.seen(self.space[1:]), width).to(self.between) if len(self.space) > 1 else None
+        between = self.between.reshape(groups, lines, channels, width, -1, channels, width)
+        found = between.new_zeros(groups, channels, size, entries, channels, size, entries)
+        for i, j in itertools.combinations_with_replacement(range(size), 2):
+            pairs = (of_lines[i] >= 0) & (of_lines[j] >= 0)
+            u, d = of_lines[i][pairs], (j - i) * window.dilation[0]
+            if not len(u):
+                continue
+            block = between.select(4, d)[:, u].sum(1)  # [Q, C, W, C, W]
+            if chosen is not None:
+                block = block.transpose(2, 3).flatten(3) @ chosen  # [Q, C, C, entries·entries]
+                block = block.unflatten(3, (entries, entries)).transpose(2, 3)
+            found[:, :, i, :, :, j] = block
+            found[:, :, j, :, :, i] = block.permute(0, 3, 4, 1, 2)
+        inputs = channels * size * entries
+        sums = window.patches(self.first[None, None], groups)[0].sum(1)
+        count = self.images * prod(window.positions(self.space))
+        return Moments(found.reshape(groups, inputs, inputs), sums, count)
+
+
 class _ByRows:
     """Each row is unfolded along the other dimensions only. With `T_u` the patches of row u, one row high, the block of
     kernel rows i and j is `Σ_y T_{ys+i} T_{ys+j}ᵀ`: a sum over u of `T_u T_{u+d}ᵀ` with `d = j − i`, so one product for
@@ -226,6 +306,19 @@ class _ByRows:
         inputs = channels * size * width
         found = products.reshape(groups, inputs, inputs)
         return Moments(found, sums.reshape(groups, inputs), positions * self.count)
+
+
+def _part(window: Window, axes: slice) -> Window:
+    """The window along some of its dimensions."""
+    return Window(*(getattr(window, name)[axes] for name in ("kernel", "stride", "dilation", "before", "after")))
+
+
+def _pairs(seen: Tensor, pixels: int) -> Tensor:
+    """1 where two kernel entries see two pixels at a common position, counted: `[pixels·pixels, entries·entries]`, from
+    what they see `[entries, positions]`.
+    """
+    sees = functional.one_hot(seen + 1, pixels + 1)[..., 1:].double()  # [entries, positions, pixels]
+    return torch.einsum("ixp,jxq->pqij", sees, sees).flatten(2).flatten(0, 1)
 
 
 @functools.lru_cache(maxsize=256)
