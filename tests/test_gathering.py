@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lapwing import InputError, Laplace
+from lapwing import InputError, Laplace, gathering
+from lapwing.batches import Inputs
+from lapwing.tape import Record, Tape
 from tests import networks
 from tests.sums import check_same
 
@@ -338,3 +341,28 @@ def test_loaders_that_write_every_batch_into_the_same_memory(passes: list[int]) 
     matrices = [la.curvature.blocks[0].accumulator.matrix() for la in (found, expected)]
     torch.testing.assert_close(*matrices)
     assert found.curvature.statistics.log_likelihood == expected.curvature.statistics.log_likelihood
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "diag"])
+def test_activations_of_one_pass_at_a_time(structure: str, enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass begins when the one before is gone, but for a few examples of the probe."""
+    monkeypatch.setattr(gathering, "_EXAMPLES", 40 if enabled else 0)
+    passes: list[weakref.ref[Record]] = []
+    alive: list[int] = []
+    run = Tape.run
+
+    def watched(self: Tape, inputs: Inputs, create_graph: bool = False) -> Record:
+        alive.append(sum(one() is not None for one in passes))
+        record = run(self, inputs, create_graph)
+        passes.append(weakref.ref(record))
+        return record
+
+    monkeypatch.setattr(Tape, "run", watched)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    data = [(torch.randn(20, 3), torch.arange(20) % 2) for _ in range(7)]
+    Laplace(model, "classification", structure).fit(data)
+    assert alive[:2] == [0, 1]  # the second is the probe's
+    assert len(alive) > 3
+    assert not any(alive[2:])

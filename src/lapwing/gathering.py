@@ -104,6 +104,7 @@ class Gathering:
                 if form is not None and form not in self._room:
                     self._room[form] = self._examples(record)
                 yield record, own
+                del record  # nobody needs it any more, and it is large
 
     def _tried(self, batch: Batch, parts: list[Batch]) -> Record | None:
         """A pass over a gathered batch; None if its first or last part comes out differently than alone."""
@@ -131,6 +132,7 @@ class Gathering:
             records = self.tape.singles(batch.inputs, mixed.outputs, self.create_graph)
             for record, targets in zip(records, batch.targets.split(1), strict=True):
                 yield record, Batch(record.inputs, targets, ((batch.where, 1),))
+                del record
         else:
             check_targets(batch.where, record.outputs, batch.targets)
             yield record, batch

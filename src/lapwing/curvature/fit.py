@@ -73,6 +73,7 @@ class Fit:
                 self._add_slope(record, batch.targets, slopes)
             else:
                 traces += self._add(record, batch, blocks, leftovers, generator, slopes)
+            del record  # its activations, before there are others
         leftovers.flush(tape)
         for block in blocks:
             block.accumulator.settle()
@@ -110,6 +111,7 @@ class Fit:
                 for where, outputs, targets in batch.split(record.outputs.detach()):
                     self.likelihood.check(outputs, targets, where)
                 yield record, batch
+                del record  # its activations, before there are others
 
     def _add(
         self,
@@ -275,6 +277,7 @@ class Fit:
         leftovers = self._leftovers(targets_of, {})
         for record, batch in self._batches(tape, loader, passes, "fit ekfac, second pass", several=True):
             self._add(record, batch, targets_of, leftovers, generator)
+            del record
         leftovers.flush(tape)
         return refined
 
