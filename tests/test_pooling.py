@@ -1,9 +1,10 @@
-"""The largest number of every window, and where it was: torch's, to the last bit, wherever numbers are equal too."""
+"""The largest number of every window, and where it was: torch's, wherever numbers are equal too."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from lapwing.tape import Tape
 # kernel, stride, padding, dilation
 WINDOWS: list[tuple[Any, Any, Any, Any]] = [
     (2, None, 0, 1), (2, 2, 0, 1), (3, 2, 1, 1), (3, 1, 1, 1), ((1, 2), (2, 1), 0, 1), ((2, 1), (1, 2), 0, 1),
-    ((3, 2), (1, 3), (1, 0), (2, 1)), (5, 3, 2, 2), ([4], [1], [2], [1]),
+    ((3, 2), (1, 3), (1, 0), (2, 1)), (5, 3, 2, 2), ([4], [1], [2], [1]), ((1, 2), [], 0, 1), ((1, 3), 1, (0, 1), 1),
 ]  # fmt: skip
 
 
@@ -44,6 +45,20 @@ def test_is_torchs(window: tuple[Any, ...], dtype: torch.dtype, equal: bool) -> 
     ours, theirs = (torch.autograd.grad(value, x, g)[0] for value in (found, expected))
     assert ours.count_nonzero() > 100
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)  # where windows overlap, sums in any order
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_may_be_changed_in_place(window: tuple[Any, ...]) -> None:
+    x = images(equal=False).requires_grad_()
+    found, expected = (torch.autograd.grad(value.mul_(2).exp_().sum(), x)[0] for value in both(x, *window))
+    torch.testing.assert_close(found, expected)
+
+
+def test_wide_images() -> None:
+    """Of which a window sees pixels so far apart that their numbers are large."""
+    x = torch.randn(1, 1, 6, 9000, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    found, expected = (torch.autograd.grad(value.square().sum(), x)[0] for value in both(x, 3))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_twice_differentiable() -> None:
@@ -79,6 +94,11 @@ def test_what_is_left_to_torch() -> None:
     assert pooling.max_pool2d(x, 5, dilation=5) is None  # another
     assert pooling.max_pool2d(x.to(memory_format=torch.channels_last), 2) is None
     assert pooling.max_pool2d(x.to(torch.bfloat16), 2) is None
+    numbers: list[Any] = [np.int64(2), torch.tensor(2), 2.0, True, 0, (2, 2, 2), (), [2.0, 2.0], "2"]
+    for odd in numbers:
+        assert pooling.max_pool2d(x, odd) is None
+        assert isinstance(odd, tuple) or pooling.max_pool2d(x, 2, odd) is None
+        assert pooling.max_pool2d(x, 2, dilation=odd) is None
     seen: list[object] = []
 
     def transformed(one: Tensor) -> Tensor:
@@ -87,7 +107,15 @@ def test_what_is_left_to_torch() -> None:
 
     torch.func.vmap(transformed)(x.unsqueeze(1))
     torch.func.jvp(transformed, (x,), (x,))
-    assert seen == [None, None]
+    one = torch.ones(())
+
+    def of_another(other: Tensor) -> Tensor:
+        return transformed(x).sum() * other
+
+    torch.func.vmap(of_another)(one.unsqueeze(0))
+    torch.func.grad(of_another)(one.double())
+    torch.func.jvp(of_another, (one,), (one,))
+    assert seen == [None] * 5
 
 
 def test_in_a_recorded_pass() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -13,10 +14,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lapwing import Gaussian, Laplace
+from lapwing import Gaussian, Laplace, matmul
+from lapwing.curvature import kronecker
+from lapwing.layers import moments
 from lapwing.layers import window as windows
 from lapwing.layers.convolution import Convolution
-from lapwing.layers.moments import Moments, _ByLines, _ByPixels, _ByRows, _ByShifts, moment_sum
+from lapwing.layers.moments import Moments, MomentSum, _ByLines, _ByPixels, _ByRows, _ByShifts, moment_sum
 from lapwing.layers.rule import ExampleAxis
 from lapwing.layers.window import Images, Window, trimmed
 from lapwing.views import View
@@ -228,15 +231,52 @@ def test_moments_by_shifts(groups: int, channels: int, height: int, width: int, 
         (6, 14, Window((5, 5), (1, 1), (1, 1), (0, 0), (0, 0)), _ByLines),
         (3, 32, Window((7, 7), (2, 2), (1, 1), (3, 3), (3, 3)), _ByLines),
         (3, 224, Window((7, 7), (2, 2), (1, 1), (3, 3), (3, 3)), _ByRows),
+        (1, 6, Window((5, 5, 5), (1, 1, 1), (1, 1, 1), (2, 2, 2), (2, 2, 2)), _ByLines),
+        (1, 16, Window((5, 5, 5), (1, 1, 1), (1, 1, 1), (2, 2, 2), (2, 2, 2)), _ByRows),
     ],
 )
 def test_the_way_to_moments_that_is_least_work(channels: int, space: int, window: Window, way: type) -> None:
-    assert isinstance(moment_sum(Images(window, torch.zeros(1, channels, space, space), 1)), way)
+    x = torch.zeros(1, channels, *[space] * len(window.kernel))
+    assert isinstance(moment_sum(Images(window, x, 1)), way)
 
 
-def check_moments(found: Moments, a: Tensor) -> None:
-    torch.testing.assert_close(found.products, torch.einsum("nqri,nqrj->qij", a, a), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(found.sums, a.sum((0, 2)), rtol=1e-10, atol=1e-12)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_moments_by_lines_where_torch_uses_half_of_the_processor(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "half_used", lambda: True)
+    window = Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))
+    x = torch.randn(300, 8 * groups, 9, 10, generator=torch.Generator().manual_seed(0))
+    assert matmul.gains(300 * 80 * 240, x)
+    total = _ByLines(window, x, groups)
+    total.add(x)
+    check_moments(total.collect(), window.patches(x.unsqueeze(1), groups), rtol=1e-4, atol=1e-2)
+
+
+def test_sums_for_images_of_many_sizes_do_not_add_up() -> None:
+    """Each size has sums of its own, which are collected before they are many."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
+    data = [(torch.randn(2, 2, 8, size, dtype=torch.float64), torch.tensor([0, 1])) for size in range(8, 40)]
+    kept, fits = [], []
+
+    def watched(sums: Iterable[MomentSum], result: int) -> bool:
+        sums = list(sums)
+        kept.append(sum(one.size for one in sums))
+        return inner(sums, result)
+
+    inner = moments.too_many
+    for limit in (2**22, 2**16):
+        kept.clear()
+        with patch.object(moments, "_KEPT", limit), patch.object(kronecker, "too_many", watched):
+            found = Laplace(model, "classification", "kron").fit(data).curvature.blocks[0].accumulator
+        assert isinstance(found, kronecker.KroneckerAccumulator)
+        fits.append(found.inputs)
+        assert (max(kept) > 2**18) == (limit == 2**22)
+    torch.testing.assert_close(*fits, rtol=1e-12, atol=1e-12)
+
+
+def check_moments(found: Moments, a: Tensor, rtol: float = 1e-10, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(found.products, torch.einsum("nqri,nqrj->qij", a, a), rtol=rtol, atol=atol)
+    torch.testing.assert_close(found.sums, a.sum((0, 2)), rtol=rtol, atol=atol)
     assert found.count == a.shape[0] * a.shape[2]
 
 

@@ -154,11 +154,14 @@ def _suits(work: int, *tensors: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is numbers in the processor's memory, and no more: no kind of its own, no batch, no derivative."""
+    """Whether it is numbers in the processor's memory, and no more: no kind of its own, no batch, no derivative; and no
+    function that is being transformed sees it, as functions of our own would have to say what becomes of them.
+    """
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.is_cpu
         and tensor.layout == torch.strided
+        and not torch._C._are_functorch_transforms_active()
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and forward_ad.unpack_dual(tensor).tangent is None
     )

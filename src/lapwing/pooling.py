@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lapwing.layers.convolution import each
 from lapwing.layers.window import Window
 from lapwing.matmul import is_plain
 
@@ -30,11 +29,15 @@ def max_pool2d(
     return_indices: bool = False,
 ) -> Tensor | None:
     """What `torch.nn.functional.max_pool2d` returns of images `[N, C, H, W]`; None where torch is the one to ask."""
-    kernel, gaps, edges = each(kernel_size, 2), each(dilation, 2), each(padding, 2)
-    window = Window(kernel, each(stride, 2) if stride else kernel, gaps, edges, edges)
     usual = input.dim() == 4 and not ceil_mode and not return_indices and is_plain(input) and input.is_contiguous()
     usual = usual and input.dtype in (torch.float32, torch.float64)
-    if not usual or input.numel() < _SMALL or not _fits(window, input.shape[2:]):
+    absent = stride is None or (isinstance(stride, tuple | list) and not stride)
+    given = (kernel_size, kernel_size if absent else stride, dilation, padding)
+    kernel, step, gaps, edges = (_two(value) for value in given)
+    if not usual or input.numel() < _SMALL or kernel is None or step is None or gaps is None or edges is None:
+        return None
+    window = Window(kernel, step, gaps, edges, edges)
+    if not _fits(window, input.shape[2:]):
         return None
     pooled: Tensor = MaxPool2DWithIndices.apply(input, window)  # type: ignore[no-untyped-call]
     # Of numbers that are not, or padding where there is nothing larger, torch knows which one counts.
@@ -59,6 +62,13 @@ class MaxPool2DWithIndices(torch.autograd.Function):
             g, x, window.kernel, window.stride, window.before, window.dilation, False, indices
         )
         return found, None
+
+
+def _two(value: object) -> tuple[int, int] | None:
+    """The value along each dimension, where it is given by whole numbers; torch knows what else it takes."""
+    values = tuple(value) if isinstance(value, tuple | list) else (value,)
+    values = values * 2 if len(values) == 1 else values
+    return values if len(values) == 2 and all(type(entry) is int for entry in values) else None
 
 
 def _fits(window: Window, space: torch.Size) -> bool:
@@ -87,7 +97,9 @@ def _largest(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
         row = _latest(row, greater, entry)
         column = (own ^ column).bitwise_and_(-greater).bitwise_xor_(column)  # its own where it is greater
         best = torch.maximum(best, other)
-    return best.contiguous(), _pixels(row, column, window, x.shape[3])
+    # A view of the images themselves is not to be changed in place.
+    best = best.clone(memory_format=torch.contiguous_format) if best._is_view() else best.contiguous()
+    return best, _pixels(row, column, window, x.shape[3])
 
 
 def _latest(before: Tensor, greater: Tensor, entry: int) -> Tensor:

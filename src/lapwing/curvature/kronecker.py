@@ -20,7 +20,7 @@ from lapwing.errors import InputError
 from lapwing.gradients import Gradients, Pair, UseInputs, Uses
 from lapwing.gradients import Inputs as LayerInputs
 from lapwing.gram import Gram
-from lapwing.layers.moments import MomentSum, moment_sum
+from lapwing.layers.moments import MomentSum, moment_sum, too_many
 from lapwing.layers.window import Images
 from lapwing.tokens import TokenPair, Tokens
 from lapwing.zero_rows import nonzero_rows
@@ -105,7 +105,7 @@ class KroneckerAccumulator:
             return False
         self._pending[key] = groups, bias, total
         total.add(images.x.to(self.input_sum.dtype))
-        if not total.small:
+        if too_many((kept for _, _, kept in self._pending.values()), self.input_sum.sums.numel()):
             self._collect()
         return True
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -23,7 +23,7 @@ from lapwing.gram import Gram
 from lapwing.layers.window import Images, Window
 from lapwing.matmul import add_across, gains
 
-_LARGE = 8  # a sum this many times as large as `Σ a aᵀ` itself is not kept from batch to batch
+_LARGE = 8  # sums this many times as large as `Σ a aᵀ` itself are not kept from batch to batch
 _KEPT = 2**22  # numbers that may be kept all the same
 _COPY = 64  # multiplications that take as long as putting a number elsewhere
 
@@ -41,14 +41,19 @@ class MomentSum(Protocol):
     """A sum over batches of images of one size from which the moments of their patches follow."""
 
     @property
-    def small(self) -> bool:
-        """Whether it is worth keeping from batch to batch."""
+    def size(self) -> int:
+        """How many numbers it keeps from batch to batch."""
 
     def add(self, x: Tensor) -> None:
         """Add a batch of images `[B, C, *space]`."""
 
     def collect(self) -> Moments:
         """The moments of the patches of all images so far."""
+
+
+def too_many(kept: Iterable[MomentSum], result: int) -> bool:
+    """Whether sums are too large to keep from batch to batch, for a `Σ a aᵀ` of so many numbers."""
+    return sum(one.size for one in kept) > max(_LARGE * result, _KEPT)
 
 
 def moment_sum(images: Images) -> MomentSum | None:
@@ -82,8 +87,8 @@ class _ByPixels:
         self.products, self.first = Gram.zeros(groups, size, True, images), images.new_zeros(groups, size)
 
     @property
-    def small(self) -> bool:
-        return True
+    def size(self) -> int:
+        return self.products.sums.numel()
 
     def add(self, x: Tensor) -> None:
         rows = torch.unflatten(x.flatten(1), 1, (self.groups, -1)).transpose(0, 1)  # [Q, B, C·S]
@@ -130,8 +135,8 @@ class _ByShifts:
         return known and min(images.x.shape[2:]) > 1 and images.x.shape[1] >= 8 * images.groups and images.x.is_cpu
 
     @property
-    def small(self) -> bool:
-        return True
+    def size(self) -> int:
+        return self.shifted.numel() + self.borders.numel()
 
     def add(self, x: Tensor) -> None:
         self.count += x.shape[0] * x.shape[2:].numel()
@@ -194,13 +199,14 @@ class _ByLines:
 
     @staticmethod
     def fits(images: Images) -> bool:
-        """Whether what is summed is small."""
+        """Whether what is summed is small, and what makes moments of it."""
         pixels, near = images.x[0].numel() // images.groups, _ByLines.reach(images.window)
-        return near * images.groups * (pixels // images.x.shape[2]) * pixels <= _KEPT
+        summed = near * images.groups * (pixels // images.x.shape[2]) * pixels
+        return max(summed, prod(images.x.shape[3:]) ** 2 * prod(images.window.kernel[1:]) ** 2) <= _KEPT
 
     @property
-    def small(self) -> bool:
-        return True
+    def size(self) -> int:
+        return self.between.numel()
 
     def add(self, x: Tensor) -> None:
         groups, lines, each, near = self.between.shape
@@ -208,18 +214,18 @@ class _ByLines:
         # [Q, lines, C/Q, *rest, B]: pixels of a line after another, and lines that are near in one piece.
         pixels = torch.unflatten(x, 1, (groups, -1)).permute(1, 3, 2, *rest, 0).contiguous()
         pixels = pixels.view(groups, lines * each, len(x))
-        for own, sums in zip(pixels, self.between, strict=True):
-            if gains(len(x) * each * near, own):
-                for line in range(lines):
-                    seen = own[line * each : line * each + near]
-                    add_across(sums[line, :, : len(seen)], seen[:each].T, seen.T)
-                continue
-            inside = lines - near // each + 1  # the others have fewer behind them
-            windows = own.as_strided((inside, near, len(x)), (each * len(x), len(x), 1), own.storage_offset())
-            sums[:inside].baddbmm_(windows[:, :each], windows.mT)
-            for line in range(inside, lines):
-                seen = own[line * each :]
-                sums[line, :, : len(seen)].addmm_(seen[:each], seen.T)
+        together = groups == 1 and not gains(len(x) * each * near, pixels)
+        inside = lines - near // each + 1 if together else 0  # the others have fewer behind them
+        if together:
+            windows = pixels.as_strided((inside, near, len(x)), (each * len(x), len(x), 1))
+            self.between[0, :inside].baddbmm_(windows[:, :each], windows.mT)
+        for line in range(inside, lines):
+            seen = pixels[:, line * each : line * each + near]
+            sums = self.between[:, line, :, : seen.shape[1]]
+            if groups == 1:
+                add_across(sums[0], seen[0, :each].T, seen[0].T)
+            else:
+                sums.baddbmm_(seen[:, :each], seen.mT)
         self.first += x.sum(0)
         self.images += len(x)
 
@@ -265,8 +271,8 @@ class _ByRows:
         self.count = 0
 
     @property
-    def small(self) -> bool:
-        return self.between.numel() <= _LARGE * (self.between.shape[1] * self.window.kernel[0]) ** 2
+    def size(self) -> int:
+        return self.between.numel()
 
     def add(self, x: Tensor) -> None:
         window, groups = self.window, self.groups
