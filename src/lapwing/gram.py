@@ -43,6 +43,11 @@ class Gram:
         return self._like.dtype
 
     @property
+    def empty(self) -> bool:
+        """Whether nothing was added yet."""
+        return self._whole is None and not self._waiting
+
+    @property
     def _sums(self) -> Tensor:
         if self._whole is None:
             self._whole = self._like.new_zeros(self.shape)

@@ -105,7 +105,7 @@ class KroneckerAccumulator:
             return False
         self._pending[key] = groups, bias, total
         total.add(images.x.to(self.input_sum.dtype))
-        if too_many((kept for _, _, kept in self._pending.values()), self.input_sum.sums.numel()):
+        if too_many((kept for _, _, kept in self._pending.values()), math.prod(self.input_sum.shape)):
             self._collect()
         return True
 
@@ -114,6 +114,9 @@ class KroneckerAccumulator:
         while self._pending:
             groups, bias, total = self._pending.popitem()[1]
             found = total.collect()
+            if self.input_sum.empty and not bias and found.products.shape == self.input_sum.shape:
+                self.input_sum = Gram.of(found.products)  # large, and nobody else's
+                continue
             self.input_sum.add_products(found.products, found.sums, found.count, groups, bias)
 
     def _observe_tokens(self, tokens: Tokens) -> None:
