@@ -88,7 +88,7 @@ class _ByPixels:
 
     @property
     def size(self) -> int:
-        return self.products.sums.numel()
+        return prod(self.products.shape)
 
     def add(self, x: Tensor) -> None:
         rows = torch.unflatten(x.flatten(1), 1, (self.groups, -1)).transpose(0, 1)  # [Q, B, C·S]
@@ -136,7 +136,7 @@ class _ByShifts:
 
     @property
     def size(self) -> int:
-        return self.shifted.numel() + self.borders.numel()
+        return self.shifted.numel() + self.borders.numel() + self.corners.numel() + self.sums.numel()
 
     def add(self, x: Tensor) -> None:
         self.count += x.shape[0] * x.shape[2:].numel()
