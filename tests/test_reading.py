@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lapwing import InputError, Laplace, probe
+from lapwing import InputError, Laplace, channels_last, probe
 from lapwing.batches import Inputs
 from lapwing.curvature.diagonal import DiagonalAccumulator
 from lapwing.gradients import Gradients
@@ -533,7 +533,9 @@ def test_small_images_under_large_kernels(
         (Window((9000,), (1,), (1,), (0,), (0,)), (9000,), True),  # without a matrix between its entries
     ],
 )
-def test_a_convolution_as_a_matrix(window: Window, space: tuple[int, ...], seen: bool) -> None:
+@pytest.mark.parametrize("last", [False, True])
+def test_a_convolution_as_a_matrix(window: Window, space: tuple[int, ...], seen: bool, last: bool) -> None:
+    """Channels come first or last in the rows and columns of the matrix, and in memory."""
     torch.manual_seed(0)
     x = torch.randn(130, 2, *space, dtype=torch.float64)
     w = torch.randn(3, 2, *window.kernel, dtype=torch.float64, requires_grad=True)
@@ -541,10 +543,13 @@ def test_a_convolution_as_a_matrix(window: Window, space: tuple[int, ...], seen:
     output = function(x, w, None, window.stride, window.before, window.dilation)
     g = torch.randn_like(output)
     (expected,) = torch.autograd.grad(output, w, g)
-    matrix = window.matrix(w, x.shape, 1)
+    matrix = window.matrix(w, x.shape, 1, last)
     assert (matrix is not None) == seen
     if matrix is not None:
-        torch.testing.assert_close((x.flatten(1) @ matrix.T).reshape(output.shape), output)
+        rows = channels_last.as_rows(x, last) @ matrix.T
+        torch.testing.assert_close(rows, channels_last.as_rows(output, last))
+    if last and window.dimensions == 2:
+        x, g = channels_last.put_last(x), channels_last.put_last(g)
     torch.testing.assert_close(window.weight_gradient(x, g, 1), expected)
 
 

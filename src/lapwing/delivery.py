@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lapwing.gradients import Gradients, Layer
+from lapwing.gradients import Gradients, Layer, Rows
 from lapwing.reading import gradients_of
 from lapwing.slope import Slope
 
@@ -97,10 +97,14 @@ class Delivery:
         assert len(delivered) == len(self.uses[name])
         column = self.first + self.handed[name]
         for layer in self.owners[name]:
-            if self.slope is not None and column == 0:
-                self.slope.add(self.record, layer, self.uses[name], [gradient[0] for gradient in delivered])
+            slope = self.slope if column == 0 else None
+            if slope is not None and (layer.form != "rows" or self.consume is None):
+                slope.add(self.record, layer, self.uses[name], [gradient[0] for gradient in delivered])
             if self.consume is not None:
-                self.consume(layer, gradients_of(self.record, layer, self.uses[name], delivered, column))
+                own = gradients_of(self.record, layer, self.uses[name], delivered, column)
+                if slope is not None and isinstance(own, Rows):
+                    slope.add_rows(layer, own.values[0], 0)
+                self.consume(layer, own)
         self.handed[name] += delivered[0].shape[0]
 
     def _stacked(self, index: int, gradients: list[Tensor]) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lapwing.allocator import keep_freed_memory
+
 
 @contextmanager
 def borrowed(model: nn.Module, bayesian: Collection[str]) -> Iterator[None]:
@@ -18,6 +20,7 @@ def borrowed(model: nn.Module, bayesian: Collection[str]) -> Iterator[None]:
     turns dropout off. Training flags, `requires_grad` and buffers are put back on the way out,
     also after an exception. `.grad` is never written.
     """
+    keep_freed_memory()
     modes = [(module, module.training) for module in model.modules()]
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     buffers = [

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from lapwing import channels_last
 from lapwing.layers import LONE_BIAS, RULES, Call, Rule
 from lapwing.pooling import max_pool2d
 from lapwing.views import View, owner_of
@@ -88,6 +89,8 @@ _POOLING = {
     functional.max_pool1d, functional.max_pool2d, functional.max_pool3d, functional.adaptive_max_pool1d,
     functional.adaptive_max_pool2d, functional.adaptive_max_pool3d,
 }  # fmt: skip
+# These want their numbers in the order of the shape.
+_IN_ORDER = {Tensor.view, Tensor.view_as, Tensor.as_strided, torch.as_strided, torch.view_as_complex}
 _ADDING = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__}
 
 
@@ -118,13 +121,14 @@ class Recorder(TorchFunctionMode):
 
     `decides`: it read values of tensors, or made one number of a tensor (a sum, the longest length), and may have
     decided by it which way to go, how large to make a tensor, or by how much to divide all examples.
-    `computed`: how many numbers it computed on its way.
+    `computed`: how many numbers it computed on its way. `rearranged`: it put images into another order in memory, which
+    it does only where it `may`.
     """
 
-    def __init__(self, names: Mapping[int, str], mailbox: Mailbox) -> None:
+    def __init__(self, names: Mapping[int, str], mailbox: Mailbox, may_rearrange: bool) -> None:
         super().__init__()
         self._view, self.mailbox, self.uses = owner_of(names), mailbox, list[Use]()
-        self.decides, self.computed = False, 0
+        self.decides, self.computed, self.rearranged, self._may_rearrange = False, 0, False, may_rearrange
         self._nodes: dict[object, int] = {}
         self._rectified: _Rectified | None = None
 
@@ -164,6 +168,8 @@ class Recorder(TorchFunctionMode):
         """The value of a function, with as little work as is known."""
         if _recomputed():
             return func(*args, **kwargs)
+        if self._may_rearrange:
+            args = self._rearrange(func, args)
         if rule is not None:
             return rule.run(func, args, kwargs)
         before = self._rectified
@@ -173,6 +179,17 @@ class Recorder(TorchFunctionMode):
         if func in _RECTIFYING and args and output.requires_grad and output is not args[0]:
             self._rectified = _Rectified(output, args[0], output._version, args[0]._version)
         return output
+
+    def _rearrange(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Images with their channels last in memory before a convolution that gains; in order again before a function
+        that wants them so.
+        """
+        if func is functional.conv2d and len(args) > 1 and channels_last.gains(*args[:2]):
+            self.rearranged |= not args[0].is_contiguous(memory_format=torch.channels_last)
+            return (channels_last.put_last(args[0]), *args[1:])
+        if self.rearranged and func in _IN_ORDER and isinstance(args[0], Tensor) and channels_last.are_last(args[0]):
+            return (args[0].contiguous(), *args[1:])
+        return args
 
     def _add(self, rule: Rule, call: Call, output: Tensor) -> None:
         use = Use(rule, call, get_gradient_edge(output), output.shape)

@@ -57,25 +57,42 @@ class Tape:
     layers: tuple[Layer, ...] | None = None
     seen: Inputs | None = None
     """The inputs on which the layers were found."""
+    in_order: bool = False
+    """Whether images stay in the order in memory that the model gives them: where it minds another one."""
     footprints: dict[tuple[torch.Size, ...], int] = field(default_factory=dict, repr=False)
     """Bytes of the activations of one example, by the shapes of its inputs."""
     _known: dict[Any, list[_Reading]] = field(default_factory=dict, repr=False)
     _fallbacks: dict[frozenset[str], PerExample] = field(default_factory=dict, repr=False)
 
+    _compared: bool = False
+
     def record(self, inputs: Inputs, create_graph: bool = False) -> Record:
         """Run the model under the recorder. The model must be borrowed (see `guard`)."""
         record = self.run(inputs, create_graph)
+        if record.rearranged and not self._compared:
+            self.in_order, self._compared = not self._same_in_order(record), True
+            record = self.run(inputs, create_graph) if self.in_order else record
         known = self._reading(record)
         record.axes, record.counts, record.lost = known.axes, known.counts, known.lost
         return record
 
     def run(self, inputs: Inputs, create_graph: bool = False) -> Record:
         """Run the model under the recorder, without a look at how its uses are read."""
-        mailbox = Mailbox()
         parameters: dict[str, Tensor] = dict(self.parameters)
         if create_graph:  # aliases, so that a backward pass of the user's through the result ends here
             parameters = {name: value.detach().requires_grad_() for name, value in parameters.items()}
-        recorder = Recorder({id(parameter): name for name, parameter in parameters.items()}, mailbox)
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        recorder, versions = Recorder(names, Mailbox(), not self.in_order), inputs.versions()
+        try:
+            return self._run(inputs, parameters, recorder, create_graph)
+        except Exception as failure:
+            if not recorder.rearranged or inputs.versions() != versions:
+                raise
+            logger.info("The model fails with images whose channels come last in memory: %s", failure)
+        self.in_order = True
+        return self._run(inputs, parameters, Recorder(names, Mailbox(), False), create_graph)
+
+    def _run(self, inputs: Inputs, parameters: dict[str, Tensor], recorder: Recorder, create_graph: bool) -> Record:
         with recorder, self.kernels(create_graph):
             try:
                 outputs = self.forward(parameters if create_graph else {}, inputs)
@@ -90,9 +107,17 @@ class Tape:
                 "torch.no_grad(), .detach() or torch.jit.script from its forward pass, or choose other weights."
             )
         return Record(
-            self, inputs, outputs, parameters, tuple(recorder.uses), mailbox, create_graph, recorder.decides,
-            recorder.computed,
+            self, inputs, outputs, parameters, tuple(recorder.uses), recorder.mailbox, create_graph, recorder.decides,
+            recorder.computed, recorder.rearranged,
         )  # fmt: skip
+
+    def _same_in_order(self, record: Record) -> bool:
+        """Whether a few examples come out alike where the order of images in memory is the model's own."""
+        count = min(_PROBED, record.examples) if record.inputs.all_batched(record.examples) else record.examples
+        few = record.inputs.split(record.examples).part(0, count).copy()
+        with torch.no_grad():
+            outputs = self.forward({}, few)
+        return agree(outputs, record.outputs[:count].detach(), record.outputs)
 
     def singles(self, inputs: Inputs, outputs: Tensor, create_graph: bool = False) -> Iterator[Record]:
         """One record per example, for batches that mix them: alone, everything belongs to the one example."""
@@ -189,6 +214,8 @@ class Record:
     """Whether values of tensors may have decided which way the pass went."""
     computed: int = 0
     """How many numbers the pass computed on its way."""
+    rearranged: bool = False
+    """Whether images were put into another order in memory."""
     axes: tuple[ExampleAxis | None, ...] = ()
     counts: tuple[bool, ...] = ()
     lost: frozenset[str] = frozenset()

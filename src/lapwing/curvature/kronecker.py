@@ -139,7 +139,8 @@ class KroneckerAccumulator:
         g = pair.g.sum(3, keepdim=True) if self.reduce else pair.g
         self.terms = (self.terms[0], self.terms[1] + g.shape[0] * g.shape[1] * g.shape[3])
         g = g.to(self.output_sum.dtype).permute(2, 0, 1, 3, 4)  # [Q, K, N, R, O]
-        if self.output_sum.dense and g.shape[4] <= g.shape[3] > 1:
+        in_rows = g.stride(4) == 1 or g.shape[4] == 1
+        if self.output_sum.dense and g.shape[4] <= g.shape[3] > 1 and not in_rows:
             # A small product per example is cheaper than a copy in another order.
             products = (g.mT @ g).sum((1, 2))
             self.output_sum.add_products(products, products[:, 0], 0, groups, bias=False)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lapwing import channels_last
 from lapwing.layers.rule import Call, ExampleAxis, PairRule
 from lapwing.layers.window import Images, Window, trimmed
 from lapwing.matmul import linear
@@ -44,16 +45,13 @@ class Convolution(PairRule):
         by_name = isinstance(kwargs.get("padding", args[4] if len(args) > 4 else 0), str)
         if by_name or not _usual(x, w, b, window, groups):
             return function(*args, **kwargs)
+        last = channels_last.are_last(x)
         fewer, entries = trimmed(window, x.shape[2:])
         kernels = w if fewer == window else w[(slice(None), slice(None), *entries)]
-        matrix = fewer.matrix(kernels, x.shape, groups)
+        matrix = fewer.matrix(kernels, x.shape, groups, last)
         if matrix is not None:
-            positions = fewer.positions(x.shape[2:])
-            shifts = None if b is None else b.repeat_interleave(prod(positions))
-            flat = linear(x.flatten(1), matrix.contiguous(), shifts)
-            return torch.ops.aten._unsafe_view(flat, [len(x), len(w), *positions])  # to change in place
-        if fewer == window:
-            return function(*args, **kwargs)
+            return _of_one_product(x, matrix, b, fewer.positions(x.shape[2:]), last)
+        kernels = channels_last.put_last(kernels) if last else kernels
         return function(x, kernels, b, window.stride, fewer.before, window.dilation, groups)
 
     def bias_align(self, output: Tensor, weight: Tensor) -> tuple[int, ...] | None:
@@ -74,6 +72,7 @@ class Convolution(PairRule):
         groups, _, inputs = call.shape
         kernels = weight.unflatten(1, (inputs // prod(window.kernel), *window.kernel))
         x = call.input.to(g.dtype)
+        x = channels_last.put_last(x) if channels_last.are_last(g) else x
         if window.symmetric:
             window, entries = trimmed(window, x.shape[x.dim() - window.dimensions :])
             kernels = kernels[(slice(None), slice(None), *entries)]
@@ -91,6 +90,19 @@ class Convolution(PairRule):
 
     def gradients_of_arranged(self, call: Call, g: Tensor, axis: ExampleAxis, examples: int) -> Tensor:
         return positions_of(g, call, axis, examples)
+
+
+def _of_one_product(x: Tensor, matrix: Tensor, b: Tensor | None, positions: tuple[int, ...], last: bool) -> Tensor:
+    """A convolution as a linear layer of all pixels; its result is no view, so that it can be changed in place."""
+    count = prod(positions)
+    if b is not None:
+        b = b.repeat(count) if last else b.repeat_interleave(count)
+    flat = linear(channels_last.as_rows(x, last), matrix.contiguous(), b)
+    channels = flat.shape[1] // count
+    if not last or count == 1:
+        images: Tensor = torch.ops.aten._unsafe_view(flat, [len(x), channels, *positions])
+        return images
+    return torch.unflatten(flat, 1, (*positions, channels)).permute(0, 3, 1, 2).clone()
 
 
 def channels_of(output: Tensor, dimensions: int) -> tuple[int, ...]:

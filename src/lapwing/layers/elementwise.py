@@ -39,7 +39,7 @@ class Elementwise(RowRule):
             scale = _products_summed(g, x, positions)
             if "mean" in call.options:
                 mean, rstd = (_along(call.options[name], axis, examples) for name in ("mean", "rstd"))
-                scale = (scale - mean * shift) * rstd
+                scale = torch.addcmul(scale, mean, shift, value=-1) * rstd
             found.append(scale)
         if call.options["shifts"]:
             found.append(shift)
@@ -54,15 +54,17 @@ def _products_summed(g: Tensor, x: Tensor, dims: list[int]) -> Tensor:
 
 
 def _summed(values: Tensor, dims: list[int]) -> Tensor:
-    """Summed over some dimensions, which stay with size 1. A few last ones by a product, which is faster."""
+    """Summed over some dimensions, which stay with size 1. A few last ones, in memory too, by a product, which is
+    faster.
+    """
     last = values.dim()
     while last - 1 in dims:
         last -= 1
     count = values.shape[last:].numel()
-    if 1 < count <= _FEW:
+    if 1 < count <= _FEW and values.stride(-1) == 1:
         sums = values.flatten(last) @ values.new_ones(count)
         values = sums.reshape(*values.shape[:last], *[1] * (values.dim() - last))
-    return values.sum(dims, keepdim=True)
+    return values.sum(dims, keepdim=True) if any(values.shape[i] > 1 for i in dims) else values
 
 
 def _along(value: Tensor, axis: ExampleAxis, examples: int) -> Tensor:

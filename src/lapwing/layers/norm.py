@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lapwing.channels_last import are_last
 from lapwing.layers.elementwise import Elementwise
 from lapwing.layers.rule import Call, bound
 from lapwing.views import Owner, View
@@ -67,6 +68,8 @@ class ChannelNorm(Elementwise):
         scale = (variance + given["eps"]).rsqrt()
         scale = scale if given["weight"] is None else scale * given["weight"]
         shift = -mean * scale if given["bias"] is None else given["bias"] - mean * scale
+        if are_last(x):
+            return torch.addcmul(shift.view(-1, 1, 1), x, scale.view(-1, 1, 1))
         shift, scale = (value.repeat_interleave(x.shape[2:].numel()) for value in (shift, scale))
         flat = torch.addcmul(shift, x.flatten(1), scale)
         return torch.ops.aten._unsafe_view(flat, list(x.shape))  # to change in place
@@ -87,7 +90,7 @@ def _usual(x: Tensor, parts: list[Tensor | None]) -> bool:
     return (
         parts[2] is not None
         and x.dtype in (torch.float32, torch.float64)
-        and x.is_contiguous()
+        and (x.is_contiguous() or are_last(x))
         and all(part is None or (part.dtype, part.device, part.shape) == like for part in parts)
     )
 

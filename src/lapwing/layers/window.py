@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lapwing import channels_last
 from lapwing.matmul import across, times
 
 _MANY = 128  # images, for which it pays to make a matrix of a kernel
@@ -42,33 +43,38 @@ class Window:
         """The same over images that have their padding already."""
         return replace(self, before=(0,) * self.dimensions, after=(0,) * self.dimensions)
 
-    def matrix(self, w: Tensor, images: torch.Size, groups: int) -> Tensor | None:
+    def matrix(self, w: Tensor, images: torch.Size, groups: int, last: bool) -> Tensor | None:
         """Kernels `w: [C_out, C_in, *kernel]` as the matrix `[C_out·positions, C_in·pixels]` of a linear layer of
-        `images: [B, C_in, *space]`; None where that would be more work.
+        `images: [B, C_in, *space]`, the channels `last` in its rows and columns if so; None where that would be more
+        work.
         """
         space = images[2:]
         if groups > 1:
             return None
         if self._sees_all_once(space):
-            return w.flatten(1)
+            return channels_last.as_rows(w, last)
         between = _entries_between(self, space) if images[0] >= _MANY else None
         if between is None:
             return None
-        kernels = w.flatten(2) @ between.to(w)  # [C_out, C_in, positions·pixels]
-        return torch.unflatten(kernels, 2, (-1, space.numel())).transpose(1, 2).flatten(2).flatten(0, 1)
+        kernels = torch.unflatten(
+            w.flatten(2) @ between.to(w), 2, (-1, space.numel())
+        )  # [C_out, C_in, positions, pixels]
+        return kernels.permute(*((2, 0, 3, 1) if last else (0, 2, 1, 3))).flatten(2).flatten(0, 1)
 
     def weight_gradient(self, x: Tensor, g: Tensor, groups: int) -> Tensor:
         """`Σ_nr g aᵀ` of a convolution with this window, symmetric: `[C_out, C_in/Q, *kernel]`.
 
         From its images `x: [B, C_in, *space]` and the gradients at its output, `g: [B, C_out, *positions]`.
         """
-        space = x.shape[2:]
-        if groups == 1 and self._sees_all_once(space):
-            return across(g.flatten(1), x.flatten(1)).reshape(g.shape[1], x.shape[1], *self.kernel)
-        between = _entries_between(self, space) if groups == 1 and len(x) >= _MANY else None
-        if between is not None:
-            products = across(g.flatten(1), x.flatten(1)).reshape(g.shape[1], -1, x.shape[1], space.numel())
-            return (products.transpose(1, 2).flatten(2) @ between.to(g).T).reshape(g.shape[1], x.shape[1], *self.kernel)
+        space, last = x.shape[2:], channels_last.are_last(x)
+        once = groups == 1 and self._sees_all_once(space)
+        between = _entries_between(self, space) if groups == 1 and not once and len(x) >= _MANY else None
+        if once or between is not None:
+            products = across(channels_last.as_rows(g, last), channels_last.as_rows(x, last))
+            sizes = (-1, g.shape[1], space.numel(), x.shape[1]) if last else (g.shape[1], -1, x.shape[1], space.numel())
+            products = products.reshape(sizes).permute(*((1, 3, 0, 2) if last else (0, 2, 1, 3))).flatten(2)
+            products = products if between is None else products @ between.to(g).T
+            return products.reshape(g.shape[1], x.shape[1], *self.kernel)
         if x.shape[1] == 1 and self._fits_rows(g):
             return self._weight_gradient_of_one_channel(x, g)
         kernels, zeros = g.new_empty(g.shape[1], x.shape[1] // groups, *self.kernel), (0,) * self.dimensions
