@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from lapwing import Laplace, channels_last
 from lapwing.batches import Inputs
@@ -63,18 +66,17 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_module, "_MANY", 1)
 
 
-def record(model: nn.Module, x: Tensor) -> tuple[Tape, Record]:
+def record(model: nn.Module, *batches: Tensor) -> Record:
+    """Of the last of some batches."""
     tape = Tape(model, dict(model.named_parameters()))
     with borrowed(model, tape.parameters):
-        return tape, tape.record(Inputs((x,), {}))
+        return [tape.record(Inputs((x.clone(),), {})) for x in batches][-1]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_fits_are_those_of_brute_force(always: None, structure: str) -> None:
     model, x = residual(), images(5)
-    tape, found = record(model, x)
-    assert found.rearranged
-    assert not tape.in_order
+    assert record(model, x).rearranged
     if structure != "kron":
         check(model, [(x[:3], labels(5)[:3]), (x[3:], labels(5)[3:])], structure)
         return
@@ -98,7 +100,7 @@ def roots(outputs: Tensor) -> Tensor:
 
 def test_gradients_lie_as_rows(always: None) -> None:
     """Which is what it is for: at the outputs of convolutions a row of channels for every position."""
-    _, found = record(residual(), images(5))
+    found = record(residual(), images(5))
     index = next(i for i, use in enumerate(found.uses) if use.weight == "stem.weight")
     (g,) = found.grad([found.uses[index].edge], torch.ones_like(found.outputs), batched=False)
     assert g is not None
@@ -115,8 +117,8 @@ def test_in_single_precision_by_rule(structure: str) -> None:
         nn.Linear(128, 3),
     ).eval()  # fmt: skip
     x, y = images(130, torch.float32), labels(130)
-    assert record(model, x)[1].rearranged
-    assert not record(copy.deepcopy(model).double(), x.double())[1].rearranged
+    assert record(model, x).rearranged
+    assert not record(copy.deepcopy(model).double(), x.double()).rearranged
     fits = [
         Laplace(copy.deepcopy(model).to(dtype), "classification", structure).fit([(x.to(dtype), y)])
         for dtype in (torch.float32, torch.float64)
@@ -166,26 +168,172 @@ def _writes_through_a_view(x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("does", [_looks, _refuses, _writes_through_a_view])
+def _writes_into_what_may_be_no_copy(x: Tensor) -> Tensor:
+    """Its outputs are right, but what the sigmoid kept for its gradient is overwritten where it is none."""
+    tokens = x.sigmoid().flatten(2).transpose(1, 2).contiguous()
+    tokens += 1
+    return tokens.transpose(1, 2).unflatten(2, x.shape[2:])
+
+
+def _decides(x: Tensor) -> Tensor:
+    return x if bool(x.sum() > -1e9) else 2 * x
+
+
+MINDS = [_looks, _refuses, _writes_through_a_view, _writes_into_what_may_be_no_copy, _decides]
+
+
+@pytest.mark.parametrize("does", MINDS)
 def test_a_model_that_minds_keeps_its_order(always: None, does: Any) -> None:
     torch.manual_seed(0)
     model, x = Minds(does).double().eval(), images(6)[:, :, :5, :5]
-    tape, found = record(model, x)
-    assert tape.in_order
+    found = record(model, x)
     assert not found.rearranged
     torch.testing.assert_close(found.outputs, model(x), rtol=0, atol=0)
     check(model, [(x, labels(6))])
 
 
-def test_what_fails_after_it_changed_its_input_is_not_run_again(always: None) -> None:
-    model = Minds(_refuses).double().eval()
+def _minds_when_large(x: Tensor) -> Tensor:
+    return _looks(x) if x.shape[-1] > 3 else x
+
+
+def test_images_of_another_size_are_compared_anew(always: None) -> None:
+    torch.manual_seed(0)
+    model, small, large = Minds(_minds_when_large).double().eval(), images(6)[:, :, :5, :5], images(6)[:, :, :7, :7]
+    assert record(model, small).rearranged
+    assert not record(model, small, large).rearranged
+    check(model, [(small, labels(6)), (large, labels(6))])
+
+
+def test_a_model_that_changes_its_input_in_place(always: None) -> None:
+    """It sees every input once."""
+    torch.manual_seed(0)
+    model, x = Minds(torch.tanh).double().eval(), images(6)[:, :, :5, :5]
+    before = copy.deepcopy(model)
     model.register_forward_pre_hook(lambda _, args: (args[0].mul_(2),))
-    with pytest.raises(RuntimeError, match="must be contiguous"):
-        record(model, images(6))
+    found = record(model, x)
+    assert found.rearranged
+    torch.testing.assert_close(found.outputs, before(2 * x), rtol=1e-12, atol=1e-12)
 
 
-def test_the_model_comes_back_in_its_own_order() -> None:
-    model = residual().float()
+def _of_six(x: Tensor) -> Tensor:
+    assert len(x) in (2, 6), "six, please"
+    return x
+
+
+def test_a_model_that_fails_on_part_of_a_batch(always: None) -> None:
+    torch.manual_seed(0)
+    model, x = Minds(_of_six).double().eval(), images(6)[:, :, :5, :5]
+    assert record(model, x).rearranged
+    check(model, [(x, labels(6))], "block")
+
+
+def test_what_fails_anyway_says_why(always: None) -> None:
+    with pytest.raises(RuntimeError, match="expected input"):
+        record(residual(), torch.randn(6, 5, 16, 16, dtype=torch.float64))
+
+
+class Mapped(nn.Module):
+    """Convolves each image by itself, under `vmap`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mix, self.head = nn.Conv2d(2, 2, 3), nn.Conv2d(2, 3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.func.vmap(lambda image: self.mix(image.unsqueeze(0)).squeeze(0))(self.first(x))
+        out: Tensor = self.head(mixed.tanh().mean((2, 3)))
+        return out
+
+
+def test_convolutions_under_vmap(always: None) -> None:
+    torch.manual_seed(0)
+    check(Mapped().double().eval(), [(images(6)[:, :, :6, :6], labels(6))])
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm2d(3), nn.InstanceNorm2d(3, affine=True), nn.InstanceNorm2d(3), nn.GroupNorm(1, 3)]
+)
+@pytest.mark.parametrize("images_last", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_norms_of_one_image(always: None, norm: nn.Module, images_last: bool, count: int) -> None:
+    """Of which torch differentiates some wrongly where the channels of the image come last."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1), copy.deepcopy(norm), nn.Tanh(), nn.Conv2d(3, 3, 3), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(3, 3),
+    ).double().eval()  # fmt: skip
+    x = images(count)[:, :, :6, :6]
+    if images_last:  # by the user, as the weights are
+        x = channels_last.put_last(x)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    la = Laplace(model, "classification", "block").fit([(x, labels(count))])
+    alone = [image.unsqueeze(0).contiguous() for image in x]
+    plain = copy.deepcopy(model).to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    expected = sum(_gradient(plain, image, y) for image, y in zip(alone, labels(count).split(1), strict=True))
+    found = torch.cat([la.curvature.gradient[name].flatten() for name, _ in model.named_parameters()])
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def _gradient(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Of the log-probability of one image in the usual order, norms written out so that none of torch's is used."""
+    hooks = [
+        part.register_forward_hook(lambda part, args, _: _normalized(part, args[0]))
+        for part in model.modules()
+        if isinstance(part, nn.InstanceNorm2d)
+    ]
+    loss = -functional.cross_entropy(model(x), y)
+    for hook in hooks:
+        hook.remove()
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+def _normalized(norm: nn.Module, x: Tensor) -> Tensor:
+    variance, mean = torch.var_mean(x, (2, 3), correction=0, keepdim=True)
+    y = (x - mean) / (variance + float(norm.eps)).sqrt()  # type: ignore[arg-type]
+    weight, bias = norm.weight, norm.bias
+    return y if weight is None else y * weight.view(-1, 1, 1) + bias.view(-1, 1, 1)  # type: ignore[operator, union-attr]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.inner, self.head = nn.Conv2d(2, 3, 3), nn.Conv2d(3, 3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(lambda y: self.inner(y).tanh(), self.mix(x), use_reentrant=False)
+        out: Tensor = self.head(hidden.mean((2, 3)))
+        return out
+
+
+def test_checkpoints_and_models_that_have_them_last_already(always: None) -> None:
+    torch.manual_seed(0)
+    x, y = images(6)[:, :, :6, :6], labels(6)
+    check(Checkpointed().double().eval(), [(x, y)])
+    own = Minds(torch.tanh).double().eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    check(own, [(channels_last.put_last(x), y)])
+
+
+def test_the_model_comes_back_in_its_own_order(always: None) -> None:
+    model = residual()
+    assert record(model, images(5)).rearranged
     before = [parameter.stride() for parameter in model.parameters()]
-    Laplace(model, "classification", "kron").fit([(images(5, torch.float32), labels(5))])
+    Laplace(model, "classification", "kron").fit([(images(5), labels(5))])
     assert [parameter.stride() for parameter in model.parameters()] == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux does")
+def test_freed_memory_serves_again() -> None:
+    """In a process of its own: pages are cleared once, where they would be at every turn."""
+    script = """
+import resource, torch
+from lapwing.allocator import keep_freed_memory
+torch.set_default_device("meta")
+keep_freed_memory()
+def turn(): torch.ones(2**21, device="cpu").sum()
+turn(), turn()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10): turn()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(run.stdout) < 2048  # pages of one turn

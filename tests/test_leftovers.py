@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from functools import reduce
 from typing import Any
 
@@ -369,3 +371,37 @@ def test_no_example_is_left_over() -> None:
         list(model.parameters())[-1][0] = 1e3  # always sure of the first class
     la = check_same(model, [(x, torch.zeros(3, dtype=torch.long)) for x in data.split(3)], curvature="fisher")
     assert float(la.curvature.blocks[-1].accumulator.matrix().abs().max()) == 0
+
+
+@pytest.mark.parametrize("spared", [0.0, 0.7, 3.0, 1e9])
+@pytest.mark.parametrize("seed", range(5))
+def test_groups_cost_least(spared: float, seed: int) -> None:
+    """Of all ways to divide examples, sorted by their vectors, into batches: against every one of them."""
+    draw = torch.Generator().manual_seed(seed)
+    counts = torch.randperm(30, generator=draw)[:7].sort(descending=True).values.tolist()
+    sizes = torch.randint(1, 9, (7,), generator=draw).tolist()
+    batch = leftovers._Batch(Inputs((), {}), torch.zeros(0))
+    waiting = {
+        count: [leftovers._Kept(batch, torch.arange(size), torch.zeros(count, size))]
+        for count, size in zip(counts, sizes, strict=True)
+    }
+    room = 20
+
+    def cost(groups: list[list[tuple[int, int]]]) -> float:
+        if any(len(group) > 1 and sum(size for _, size in group) > room for group in groups):
+            return math.inf
+        return sum(
+            spared * group[0][0] + sum(size * (group[0][0] - count) for count, size in group) for group in groups
+        )
+
+    levels = list(zip(counts, sizes, strict=True))
+    ways = []
+    for ends in itertools.product([False, True], repeat=6):
+        cuts = [0, *(i + 1 for i, end in enumerate(ends) if end), 7]
+        ways.append(cost([levels[start:stop] for start, stop in itertools.pairwise(cuts)]))
+    found = [
+        [(len(kept.vectors), len(kept.examples)) for kept in group]
+        for group in leftovers._levels(waiting, room, spared)
+    ]
+    assert sorted(level for group in found for level in group) == sorted(levels)
+    assert cost(found) == pytest.approx(min(ways), rel=1e-12)

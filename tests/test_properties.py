@@ -235,9 +235,22 @@ def test_moments_by_shifts(groups: int, channels: int, height: int, width: int, 
         (1, 16, Window((5, 5, 5), (1, 1, 1), (1, 1, 1), (2, 2, 2), (2, 2, 2)), _ByRows),
     ],
 )
-def test_the_way_to_moments_that_is_least_work(channels: int, space: int, window: Window, way: type) -> None:
+def test_the_way_to_moments_that_is_least_work(
+    channels: int, space: int, window: Window, way: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "half_used", lambda: False)
     x = torch.zeros(1, channels, *[space] * len(window.kernel))
     assert isinstance(moment_sum(Images(window, x, 1)), way)
+
+
+@pytest.mark.parametrize(("groups", "half", "way"), [(1, False, _ByRows), (1, True, None), (2, True, _ByRows)])
+def test_patches_in_one_product_where_torch_uses_half_of_the_processor(
+    groups: int, half: bool, way: type | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One large product gains there, and many small ones do not."""
+    monkeypatch.setattr(matmul, "half_used", lambda: half)
+    found = moment_sum(Images(Window((3, 3), (2, 2), (1, 1), (1, 1), (1, 1)), torch.zeros(8, 64, 8, 8), groups))
+    assert isinstance(found, way) if way is not None else found is None
 
 
 @pytest.mark.parametrize("groups", [1, 2])

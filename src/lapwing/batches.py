@@ -44,10 +44,6 @@ class Inputs:
     def tensors(self) -> list[Tensor]:
         return [leaf for leaf in tree_flatten((self.args, self.kwargs))[0] if isinstance(leaf, Tensor)]
 
-    def versions(self) -> list[int]:
-        """How often each tensor has been changed in place."""
-        return [tensor._version for tensor in self.tensors()]
-
     def check_finite(self, where: str) -> None:
         for tensor in self.tensors():
             if tensor.is_floating_point() and tensor.numel() and not bool(torch.isfinite(tensor.abs().amax())):

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lapwing.batches import Inputs, check_targets
-from lapwing.tape import MixedExamplesError, Record, Tape, agree
+from lapwing.probe import agree
+from lapwing.tape import MixedExamplesError, Record, Tape
 
 logger = logging.getLogger("lapwing")
 _EXAMPLES = 1024  # more of them make an example no cheaper

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lapwing.allocator import keep_freed_memory
-
 
 @contextmanager
 def borrowed(model: nn.Module, bayesian: Collection[str]) -> Iterator[None]:
@@ -20,7 +18,6 @@ def borrowed(model: nn.Module, bayesian: Collection[str]) -> Iterator[None]:
     turns dropout off. Training flags, `requires_grad` and buffers are put back on the way out,
     also after an exception. `.grad` is never written.
     """
-    keep_freed_memory()
     modes = [(module, module.training) for module in model.modules()]
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     buffers = [
@@ -38,7 +35,7 @@ def borrowed(model: nn.Module, bayesian: Collection[str]) -> Iterator[None]:
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
             one_attention(),
-            _batch_norm_of_one(model),
+            _norms_of_one(model),
             # cuDNN's recurrent layers have no backward pass in eval mode.
             torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled and not _recurrent(model)),
         ):
@@ -70,11 +67,11 @@ def one_attention() -> Iterator[None]:
 
 
 @contextmanager
-def _batch_norm_of_one(model: nn.Module) -> Iterator[None]:
-    """Plain memory layout around batch norm for a single example.
+def _norms_of_one(model: nn.Module) -> Iterator[None]:
+    """Plain memory layout around batch and instance norms for a single example.
 
-    torch 2.13 differentiates batch norm in eval mode wrongly on CPU where a batch of one comes, or its gradient
-    comes back, in a transposed layout.
+    torch 2.13 differentiates them in eval mode wrongly on CPU where a batch of one comes, or its gradient comes back,
+    in a transposed layout.
     """
 
     def before(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -91,7 +88,7 @@ def _batch_norm_of_one(model: nn.Module) -> Iterator[None]:
     handles = []
     try:
         for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if isinstance(module, nn.modules.batchnorm._NormBase):
                 handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
         yield
     finally:

@@ -18,7 +18,8 @@ from lapwing.batches import Inputs
 from lapwing.columns import identity
 from lapwing.errors import InputError
 from lapwing.gradients import Gradients, Layer, Pair, Rows, Uses
-from lapwing.tape import MixedExamplesError, Record, Tape, agree
+from lapwing.probe import agree
+from lapwing.tape import MixedExamplesError, Record, Tape
 from lapwing.tokens import TokenPair
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lapwing import evidence, io, likelihoods, priors
+from lapwing.allocator import keep_freed_memory
 from lapwing.batches import Inputs, ReadOutput, Unpack, asked, peek
 from lapwing.curvature import DENSE, KINDS, STRUCTURES, Curvature, StructureOptions
 from lapwing.curvature.fit import Fit
@@ -204,6 +205,7 @@ class Laplace:
         if not isinstance(loader, Iterable):
             raise InputError(f"fit needs an iterable of batches, such as a DataLoader, got {type(loader).__name__}.")
         chosen = self._select()
+        keep_freed_memory()
         with random_state_kept(), borrowed(self.model, chosen):
             if self.weights == LAST_LAYER:
                 loader, first = peek(loader)

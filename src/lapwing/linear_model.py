@@ -19,9 +19,10 @@ from lapwing.errors import DataWarning, InputError, warn
 from lapwing.guard import random_state_kept, twice_differentiable
 from lapwing.jvp import Linearized, settle
 from lapwing.likelihoods import Likelihood, Statistics
+from lapwing.probe import agree
 from lapwing.replay import Replay
 from lapwing.subnetwork import Subnetwork
-from lapwing.tape import Tape, agree
+from lapwing.tape import Tape
 
 if TYPE_CHECKING:
     from lapwing.laplace import Laplace

@@ -301,6 +301,14 @@ def _rest(parameters: dict[str, Tensor], covered: set[str], taken: set[str]) -> 
     ]
 
 
+def agree(found: Tensor, expected: Tensor, whole: Tensor) -> bool:
+    """Whether outputs are those expected, up to rounding of the `whole` batch."""
+    if found.shape != expected.shape:
+        return False
+    allowed = 10 * tolerance(whole.dtype) * whole.detach().abs().amax()
+    return not bool(((found - expected).detach().abs() > allowed).any())
+
+
 def _in_order(layers: list[Layer], parameters: dict[str, Tensor]) -> tuple[Layer, ...]:
     order = {name: i for i, name in enumerate(parameters)}
     return tuple(sorted(layers, key=lambda layer: min(order[name] for name in layer.parameters)))

@@ -148,6 +148,8 @@ class Recorder(TorchFunctionMode):
                 return _TRANSPARENT[func](*args, **kwargs)
         if func in _ADDING and len(args) == 2:
             args = self._broadcast(args)
+        if self._may_rearrange and args and not _recomputed():
+            args = self._rearrange(func, args)
         rule = RULES.get(func)
         output = self._run(func, rule, args, kwargs)
         found = _tensors(output)
@@ -168,8 +170,6 @@ class Recorder(TorchFunctionMode):
         """The value of a function, with as little work as is known."""
         if _recomputed():
             return func(*args, **kwargs)
-        if self._may_rearrange:
-            args = self._rearrange(func, args)
         if rule is not None:
             return rule.run(func, args, kwargs)
         before = self._rectified

@@ -8,7 +8,7 @@ holds them or how often they are used. What no rule reads takes the exact fallba
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +21,7 @@ from lapwing import probe
 from lapwing.batches import Inputs, ReadOutput, outputs_of
 from lapwing.columns import Columns
 from lapwing.delivery import Consume, Delivery
+from lapwing.either_order import same_in_either_order
 from lapwing.errors import InputError
 from lapwing.gradients import Inputs as LayerInputs
 from lapwing.gradients import Layer, Rows, dense
@@ -28,7 +29,7 @@ from lapwing.graph import Graph, walk
 from lapwing.guard import twice_differentiable
 from lapwing.layers import Call, ExampleAxis
 from lapwing.layers.per_example import PerExample
-from lapwing.layers.rule import tolerance
+from lapwing.probe import agree
 from lapwing.reading import inputs_of
 from lapwing.recorder import Mailbox, Recorder, Use
 from lapwing.slope import Slope
@@ -57,42 +58,30 @@ class Tape:
     layers: tuple[Layer, ...] | None = None
     seen: Inputs | None = None
     """The inputs on which the layers were found."""
-    in_order: bool = False
-    """Whether images stay in the order in memory that the model gives them: where it minds another one."""
     footprints: dict[tuple[torch.Size, ...], int] = field(default_factory=dict, repr=False)
     """Bytes of the activations of one example, by the shapes of its inputs."""
     _known: dict[Any, list[_Reading]] = field(default_factory=dict, repr=False)
     _fallbacks: dict[frozenset[str], PerExample] = field(default_factory=dict, repr=False)
 
-    _compared: bool = False
+    _rearranges: dict[Hashable, bool] = field(default_factory=dict, repr=False)
 
     def record(self, inputs: Inputs, create_graph: bool = False) -> Record:
         """Run the model under the recorder. The model must be borrowed (see `guard`)."""
         record = self.run(inputs, create_graph)
-        if record.rearranged and not self._compared:
-            self.in_order, self._compared = not self._same_in_order(record), True
-            record = self.run(inputs, create_graph) if self.in_order else record
         known = self._reading(record)
         record.axes, record.counts, record.lost = known.axes, known.counts, known.lost
         return record
 
     def run(self, inputs: Inputs, create_graph: bool = False) -> Record:
         """Run the model under the recorder, without a look at how its uses are read."""
+        return self._run(inputs, create_graph, self._may_rearrange(inputs))
+
+    def _run(self, inputs: Inputs, create_graph: bool, may_rearrange: bool) -> Record:
         parameters: dict[str, Tensor] = dict(self.parameters)
         if create_graph:  # aliases, so that a backward pass of the user's through the result ends here
             parameters = {name: value.detach().requires_grad_() for name, value in parameters.items()}
         names = {id(parameter): name for name, parameter in parameters.items()}
-        recorder, versions = Recorder(names, Mailbox(), not self.in_order), inputs.versions()
-        try:
-            return self._run(inputs, parameters, recorder, create_graph)
-        except Exception as failure:
-            if not recorder.rearranged or inputs.versions() != versions:
-                raise
-            logger.info("The model fails with images whose channels come last in memory: %s", failure)
-        self.in_order = True
-        return self._run(inputs, parameters, Recorder(names, Mailbox(), False), create_graph)
-
-    def _run(self, inputs: Inputs, parameters: dict[str, Tensor], recorder: Recorder, create_graph: bool) -> Record:
+        recorder = Recorder(names, Mailbox(), may_rearrange)
         with recorder, self.kernels(create_graph):
             try:
                 outputs = self.forward(parameters if create_graph else {}, inputs)
@@ -111,13 +100,19 @@ class Tape:
             recorder.computed, recorder.rearranged,
         )  # fmt: skip
 
-    def _same_in_order(self, record: Record) -> bool:
-        """Whether a few examples come out alike where the order of images in memory is the model's own."""
-        count = min(_PROBED, record.examples) if record.inputs.all_batched(record.examples) else record.examples
-        few = record.inputs.split(record.examples).part(0, count).copy()
-        with torch.no_grad():
-            outputs = self.forward({}, few)
-        return agree(outputs, record.outputs[:count].detach(), record.outputs)
+    def _may_rearrange(self, inputs: Inputs) -> bool:
+        """Whether images may lie in memory as convolutions want them: where a model has some, of more than one example,
+        and is the same function of inputs of this form then.
+        """
+        form = tuple((tensor.shape[1:], tensor.dtype) for tensor in inputs.tensors())
+        if not any(len(tensor) > 1 for tensor in inputs.tensors() if tensor.dim() == 4):
+            return False
+        if form not in self._rearranges:
+            convolves = any(isinstance(module, nn.Conv2d) for module in self.model.modules())
+            self._rearranges[form] = convolves and same_in_either_order(
+                lambda few, may: self._run(few, create_graph=False, may_rearrange=may), inputs
+            )
+        return self._rearranges[form]
 
     def singles(self, inputs: Inputs, outputs: Tensor, create_graph: bool = False) -> Iterator[Record]:
         """One record per example, for batches that mix them: alone, everything belongs to the one example."""
@@ -375,14 +370,6 @@ class _Reading:
             or (axis is None and use.output.numel() == size)
             for use, axis, size in zip(record.uses, self.axes, self.sizes, strict=True)
         )
-
-
-def agree(found: Tensor, expected: Tensor, whole: Tensor) -> bool:
-    """Whether outputs are those expected, up to rounding of the `whole` batch."""
-    if found.shape != expected.shape:
-        return False
-    allowed = 10 * tolerance(whole.dtype) * whole.detach().abs().amax()
-    return not bool(((found - expected).detach().abs() > allowed).any())
 
 
 def _detached(options: dict[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class KroneckerAccumulator:
     turned: bool = False
     kind: str = "kron"
     elementwise: bool = False
+    _of_images: bool = field(default=False, init=False, repr=False)
     _pending: dict[Hashable, tuple[slice, bool, MomentSum]] = field(default_factory=dict, init=False, repr=False)
 
     @staticmethod
@@ -83,6 +84,7 @@ class KroneckerAccumulator:
     def _observe(self, use: UseInputs, examples: int, bias: bool) -> None:
         groups = slice(None) if use.groups is None else slice(use.groups.start, use.groups.stop)
         one = use.read_images(slice(0, 1))
+        self._of_images = one is not None
         sizes = one.patch_sizes if one is not None else use.read(slice(0, 1)).shape[1:]  # of one example
         step = max(1, math.floor(self.budget / (4 * math.prod(sizes) * self.input_sum.dtype.itemsize)))
         for start in range(0, examples, step):
@@ -146,7 +148,8 @@ class KroneckerAccumulator:
             self.output_sum.add_products(products, products[:, 0], 0, groups, bias=False)
         else:
             rows = g.flatten(1, 3)
-            kept = nonzero_rows(rows[0]) if len(rows) == 1 and g.shape[3] > 1 else None
+            padded = len(rows) == 1 and g.shape[3] > 1 and not self._of_images  # as sequences may be
+            kept = nonzero_rows(rows[0]) if padded else None
             self.output_sum.add_kept_rows(rows if kept is None else rows.index_select(1, kept), groups)
 
     def add_output_factor(self, factor: Tensor) -> None:

@@ -12,11 +12,12 @@ from torch import Tensor
 from lapwing.batches import Inputs
 from lapwing.columns import Columns, given
 from lapwing.errors import InputError
-from lapwing.tape import Record, Tape, agree
+from lapwing.probe import agree
+from lapwing.tape import Record, Tape
 
 logger = logging.getLogger("lapwing")
 _SHARE = 16  # parts of the budget, one of which is for the batches that are kept
-_SPARED = 64  # vectors of 0 that cost no more than a pass of its own
+_CALLS = 3 * 2**20  # numbers that a pass computes in the time that its calls take
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +60,8 @@ class Leftovers:
     _waiting: dict[int, list[_Kept]] = field(default_factory=dict, init=False)
     _form: Hashable = field(default=None, init=False)
     _room: int = field(default=0, init=False)
+    _spared: float = field(default=0.0, init=False)
+    """Examples that a backward pass may have in vain, rather than be divided in two."""
 
     def add(self, record: Record, examples: Tensor, vectors: Tensor, counts: Tensor) -> None:
         """Add examples of a pass, `[M]` indices, and `vectors: [K, M, *output]`, of each the first `counts: [M]`."""
@@ -71,6 +74,7 @@ class Leftovers:
             if form != self._form:
                 self.flush(record.tape)
             self._form, self._room = form, record.examples
+            self._spared = _CALLS * record.examples / max(1, record.computed)
             batch = _Batch(record.inputs.copy(), record.outputs.detach())
             for count in counts.unique().tolist():
                 own = (counts == count).nonzero().squeeze(1)
@@ -86,7 +90,7 @@ class Leftovers:
 
     def flush(self, tape: Tape) -> None:
         """Run what is kept."""
-        levels = _levels(self._waiting, self._room)
+        levels = _levels(self._waiting, self._room, self._spared)
         self._waiting.clear()
         while levels:
             kept = levels.pop()
@@ -115,20 +119,28 @@ def _examples(kept: Sequence[_Kept]) -> int:
     return sum(len(one.examples) for one in kept)
 
 
-def _levels(waiting: dict[int, list[_Kept]], room: int) -> list[list[_Kept]]:
-    """What goes together of examples with so many vectors each, no more than there is `room` for: a few with less
-    beside those with more.
+def _levels(waiting: dict[int, list[_Kept]], room: int, spared: float) -> list[list[_Kept]]:
+    """What goes together of examples with so many vectors each, no more than there is `room` for: some with less beside
+    those with more, which costs them vectors of 0, where as many passes more would cost as much as `spared` each.
     """
-    found: list[list[_Kept]] = []
-    most = 0
-    for count in sorted(waiting, reverse=True):
-        new = _examples(waiting[count])
-        if found and new * (most - count) <= _SPARED and _examples(found[-1]) + new <= room:
-            found[-1] = found[-1] + waiting[count]
-        else:
-            found.append(waiting[count])
-            most = count
-    return found
+    counts = sorted(waiting, reverse=True)
+    sizes = [_examples(waiting[count]) for count in counts]
+    best: list[tuple[float, int]] = [(0.0, 0)]  # of the first levels: the least cost, and where the last group begins
+    for stop in range(1, len(counts) + 1):
+        found = []
+        for start in range(stop):
+            if start + 1 < stop and sum(sizes[start:stop]) > room:
+                continue
+            zeros = sum(sizes[i] * (counts[start] - counts[i]) for i in range(start, stop))
+            found.append((best[start][0] + zeros + spared * counts[start], start))
+        best.append(min(found))
+    groups: list[list[_Kept]] = []
+    stop = len(counts)
+    while stop:
+        start = best[stop][1]
+        groups.append([kept for count in counts[start:stop] for kept in waiting[count]])
+        stop = start
+    return groups[::-1]  # those with most first
 
 
 def _form(record: Record) -> Hashable:

@@ -36,10 +36,13 @@ class Elementwise(RowRule):
         found = []
         if call.options["scales"]:
             x = axis.first(call.input, examples)
+            moments = [_along(call.options[name], axis, examples) for name in ("mean", "rstd") if name in call.options]
+            single = all(x.shape[i - 1] == 1 for i in positions)
+            if moments and single:  # as many inputs as sums, and columns share them
+                x = (x - moments[0]) * moments[1]
             scale = _products_summed(g, x, positions)
-            if "mean" in call.options:
-                mean, rstd = (_along(call.options[name], axis, examples) for name in ("mean", "rstd"))
-                scale = torch.addcmul(scale, mean, shift, value=-1) * rstd
+            if moments and not single:
+                scale = torch.addcmul(scale, moments[0], shift, value=-1) * moments[1]
             found.append(scale)
         if call.options["shifts"]:
             found.append(shift)
@@ -64,7 +67,7 @@ def _summed(values: Tensor, dims: list[int]) -> Tensor:
     if 1 < count <= _FEW and values.stride(-1) == 1:
         sums = values.flatten(last) @ values.new_ones(count)
         values = sums.reshape(*values.shape[:last], *[1] * (values.dim() - last))
-    return values.sum(dims, keepdim=True) if any(values.shape[i] > 1 for i in dims) else values
+    return values.sum(dims, keepdim=True) if any(values.shape[i] != 1 for i in dims) else values
 
 
 def _along(value: Tensor, axis: ExampleAxis, examples: int) -> Tensor:

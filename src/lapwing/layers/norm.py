@@ -82,7 +82,7 @@ class ChannelNorm(Elementwise):
 
 
 def _usual(x: Tensor, parts: list[Tensor | None]) -> bool:
-    """Whether a batch norm is of images that lie in memory as they are written, with a number for every channel.
+    """Whether a batch norm is of images in one of the two usual orders in memory, with a number for every channel.
 
     Half precision is left to torch, which computes scale and shift in more.
     """

@@ -25,9 +25,10 @@ from lapwing.posterior import BlockPosterior, Posterior
 from lapwing.predictive.links import needs_covariances
 from lapwing.predictive.lowrank import Coordinates
 from lapwing.predictive.portions import portions
+from lapwing.probe import agree
 from lapwing.progress import bar
 from lapwing.reflectors import LowRankBasis
-from lapwing.tape import MixedExamplesError, Record, Tape, agree
+from lapwing.tape import MixedExamplesError, Record, Tape
 
 _FULL_COVARIANCE = 64
 _MOST, _ENOUGH = 4, 2**30  # a covariance may take so many budgets, or so many times so many bytes if that is more

@@ -11,7 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lapwing.batches import Inputs
 from lapwing.jvp import REFUSALS
-from lapwing.tape import Tape, agree
+from lapwing.probe import agree
+from lapwing.tape import Tape
 
 logger = logging.getLogger("lapwing")
 _THOUSAND = 1024
