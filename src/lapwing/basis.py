@@ -164,6 +164,9 @@ class KroneckerBasis(Basis):
             return g * self.output.values.unsqueeze(1)
         if g.shape[2] == 1 and g.shape[3] >= _IMAGE and g.stride(3) == 1 and g.stride(1) > g.stride(0):
             return _rotate_images(g[:, :, 0], self.output[0]).unsqueeze(2)
+        if g.shape[2] == 1 and g.stride(4) == 1 and g.stride(0) == g.shape[4]:  # columns side by side at every position
+            pixels = g.permute(1, 2, 3, 0, 4)  # [n, 1, R, K, O]
+            return times(pixels.flatten(0, 1), self.output).unsqueeze(1).permute(3, 0, 1, 2, 4)
         return times(g, self.output)
 
     def _rotate_inputs(self, a: Tensor, bias: bool) -> Tensor:
@@ -199,6 +202,10 @@ class KroneckerBasis(Basis):
                 position_pairs.squares(*self._rotated(gradients, *part)) for part in self._chunks(gradients, budget)
             )
         close = min(budget, _CACHE)
+        if gradients.positions > 1 and self.output is None and self.input is None:
+            each = math.ceil(gradients.inputs.part(0, 1).numel() / gradients.columns)  # columns share the inputs
+            chunks = parts(gradients, each, min(budget, _ROTATED))
+            return _sum(_unrotated_squares(gradients, *part, close) for part in chunks)
         if gradients.positions > 1 and self._rotates_first(gradients):
             groups, outputs, inputs = self.shape
             size = groups * gradients.positions * (outputs + math.ceil(inputs / gradients.columns))
@@ -298,6 +305,15 @@ class DenseBasis(Basis):
 
     def to(self, dtype: torch.dtype) -> DenseBasis:
         return DenseBasis(self.shape, _to(self.vectors, dtype))
+
+
+def _unrotated_squares(pair: Pair, start: int, stop: int, budget: int) -> Tensor:
+    """`Σ_kn (Σ_r g_knr a_nrᵀ)²` of some examples: `[Q, O, I]`; the bias, whose input is 1, apart."""
+    g = pair.g[:, start:stop]
+    weight = outer_squares(g, pair.inputs.part(start, stop).to(g.dtype), budget)
+    if not pair.inputs.bias:
+        return weight
+    return torch.cat([weight, g.sum(3).square().sum((0, 1)).unsqueeze(-1)], dim=-1)
 
 
 def _rotate_images(g: Tensor, side: Tensor) -> Tensor:

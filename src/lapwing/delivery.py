@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lapwing.channels_last import are_last
 from lapwing.gradients import Gradients, Layer, Rows
 from lapwing.reading import gradients_of
 from lapwing.slope import Slope
@@ -108,10 +109,12 @@ class Delivery:
         self.handed[name] += delivered[0].shape[0]
 
     def _stacked(self, index: int, gradients: list[Tensor]) -> Tensor:
-        """`[K, *output]`; of images the columns of an example side by side in memory."""
+        """`[K, *output]`; of images the columns of an example, or of a pixel, side by side in memory."""
         first = gradients[0]
         if len(gradients) == 1:
             return first.unsqueeze(0)
         if self.record.uses[index].rule.of_images and first.shape[0] == self.record.examples:
+            if are_last(first):
+                return torch.stack([one.movedim(1, -1) for one in gradients], dim=3).permute(3, 0, 4, 1, 2)
             return torch.stack(gradients, dim=1).transpose(0, 1)
         return torch.stack(gradients)
