@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lapwing import Laplace, channels_last
+from lapwing import Laplace, channels_last, gradients
 from lapwing.batches import Inputs
 from lapwing.guard import borrowed
 from lapwing.layers import window as window_module
+from lapwing.matmul import is_plain
 from lapwing.tape import Record, Tape
 from tests import oracles
 from tests.test_reading import check, labels
@@ -62,7 +63,11 @@ def images(count: int, dtype: torch.dtype = torch.float64) -> Tensor:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64 too, where the oracles are, and for the few channels that they can do."""
-    monkeypatch.setattr(channels_last, "gains", lambda x, w: x.dim() == w.dim() == 4)
+
+    def gains(x: Tensor, w: Tensor) -> bool:
+        return x.dim() == w.dim() == 4 and len(x) > 1 and is_plain(x) and is_plain(w)
+
+    monkeypatch.setattr(channels_last, "gains", gains)
     monkeypatch.setattr(window_module, "_MANY", 1)
 
 
@@ -247,7 +252,9 @@ class Mapped(nn.Module):
 
 def test_convolutions_under_vmap(always: None) -> None:
     torch.manual_seed(0)
-    check(Mapped().double().eval(), [(images(6)[:, :, :6, :6], labels(6))])
+    model, x = Mapped().double().eval(), images(6)[:, :, :6, :6]
+    assert record(model, x).rearranged
+    check(model, [(x, labels(6))])
 
 
 @pytest.mark.parametrize(
@@ -308,7 +315,9 @@ class Checkpointed(nn.Module):
 def test_checkpoints_and_models_that_have_them_last_already(always: None) -> None:
     torch.manual_seed(0)
     x, y = images(6)[:, :, :6, :6], labels(6)
-    check(Checkpointed().double().eval(), [(x, y)])
+    model = Checkpointed().double().eval()
+    assert record(model, x).rearranged
+    check(model, [(x, y)])
     own = Minds(torch.tanh).double().eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     check(own, [(channels_last.put_last(x), y)])
 
@@ -321,19 +330,53 @@ def test_the_model_comes_back_in_its_own_order(always: None) -> None:
     assert [parameter.stride() for parameter in model.parameters()] == before
 
 
+def test_of_a_single_image_nothing_is_gained() -> None:
+    x, w = torch.zeros(2, 16, 4, 4), torch.zeros(16, 16, 3, 3)
+    assert channels_last.gains(x, w)
+    assert not channels_last.gains(x[:1], w)
+
+
+def test_sizes_beyond_the_first_few_are_not_compared(always: None) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3)).double().eval()
+    sizes = [images(3)[:, :, :size, :4] for size in range(4, 14)]
+    assert record(model, *sizes[:8]).rearranged
+    assert not record(model, *sizes[:9]).rearranged
+
+
+def test_columns_lie_side_by_side(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that those of an example take one product, also after their channels were rotated."""
+    seen: list[bool] = []
+    inner = gradients._side_by_side
+
+    def looked(g: Tensor) -> bool:
+        seen.append(inner(g))
+        return seen[-1]
+
+    monkeypatch.setattr(gradients, "_side_by_side", looked)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 3, 3), nn.Flatten(), nn.Linear(108, 3))
+    for structure in ("diag", "ekfac"):
+        Laplace(model.double(), "classification", structure).fit([(images(6)[:, :, :10, :10], labels(6))])
+        assert seen
+        assert all(seen)
+        seen.clear()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux does")
 def test_freed_memory_serves_again() -> None:
-    """In a process of its own: pages are cleared once, where they would be at every turn."""
+    """In processes of their own: pages are cleared once, where they are at every turn without."""
     script = """
-import resource, torch
+import resource, sys, torch
 from lapwing.allocator import keep_freed_memory
 torch.set_default_device("meta")
-keep_freed_memory()
-def turn(): torch.ones(2**21, device="cpu").sum()
+if sys.argv[1] == "keep": keep_freed_memory()
+def turn(): [torch.ones(2**20, device="cpu") for _ in range(8)]
 turn(), turn()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10): turn()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert int(run.stdout) < 2048  # pages of one turn
+    without, kept = (
+        int(subprocess.run([sys.executable, "-c", script, how], capture_output=True, text=True, check=True).stdout)
+        for how in ("without", "keep")
+    )
+    assert 10 * kept < without

@@ -202,12 +202,12 @@ class KroneckerBasis(Basis):
                 position_pairs.squares(*self._rotated(gradients, *part)) for part in self._chunks(gradients, budget)
             )
         close = min(budget, _CACHE)
+        groups, outputs, inputs = self.shape
         if gradients.positions > 1 and self.output is None and self.input is None:
-            each = math.ceil(gradients.inputs.part(0, 1).numel() / gradients.columns)  # columns share the inputs
+            each = math.ceil(groups * gradients.positions * inputs / gradients.columns)  # columns share the inputs
             chunks = parts(gradients, each, min(budget, _ROTATED))
             return _sum(_unrotated_squares(gradients, *part, close) for part in chunks)
         if gradients.positions > 1 and self._rotates_first(gradients):
-            groups, outputs, inputs = self.shape
             size = groups * gradients.positions * (outputs + math.ceil(inputs / gradients.columns))
             chunks = parts(gradients, size, min(budget, _ROTATED))
             return _sum(outer_squares(*self._rotated(gradients, *part), close) for part in chunks)

@@ -29,7 +29,8 @@ _GRADIENTS = 1e-2  # of the norm of a gradient: where rounding decides on which 
 def same_in_either_order(run: Run, inputs: Inputs) -> bool:
     """Compare passes over copies of a few of these examples; `run` takes inputs and whether it may rearrange images.
 
-    Where the model fails on a few, all are compared, and where it fails on those it keeps its own order.
+    Where there is nothing to rearrange, or values decide which way the model takes, the answer is no. Where the model
+    fails on a few, all are compared, and where it fails on those it keeps its own order.
     """
     examples = inputs.examples()
     parts = [inputs]
@@ -45,15 +46,21 @@ def same_in_either_order(run: Run, inputs: Inputs) -> bool:
 
 def _same(run: Run, inputs: Inputs) -> bool:
     other = run(inputs.copy(), True)
-    if not other.rearranged:
-        return True
-    own = run(inputs.copy(), False)
-    if own.decides or len(own.uses) != len(other.uses) or not agree(other.outputs, own.outputs, own.outputs):
+    if not other.rearranged or other.decides or not other.uses:
         return False
     draw = torch.Generator().manual_seed(0)
-    v = torch.randn(own.outputs.shape, generator=draw, dtype=torch.float64).to(own.outputs)
-    pairs = zip(*(one.grad([use.edge for use in one.uses], v, batched=False) for one in (own, other)), strict=True)
-    return all(_close(expected, found) for expected, found in pairs)
+    v = torch.randn(other.outputs.shape, generator=draw, dtype=torch.float64, device="cpu").to(other.outputs)
+    outputs, found = other.outputs.detach(), _gradients(other, v)
+    del other  # its activations, before there are others
+    own = run(inputs.copy(), False)
+    if len(own.uses) != len(found) or not agree(outputs, own.outputs, own.outputs):
+        return False
+    return all(_close(expected, value) for expected, value in zip(_gradients(own, v), found, strict=True))
+
+
+def _gradients(record: Record, v: Tensor) -> tuple[Tensor | None, ...]:
+    """At the outputs of all uses."""
+    return record.grad([use.edge for use in record.uses], v, batched=False)
 
 
 def _close(expected: Tensor | None, found: Tensor | None) -> bool:

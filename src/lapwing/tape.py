@@ -36,6 +36,7 @@ from lapwing.slope import Slope
 
 logger = logging.getLogger("lapwing")
 _PROBED = 4  # examples that tell as much of a network as a whole batch, where all its inputs are batched
+_FORMS = 8  # of inputs, up to which each is compared in both orders in memory
 _LARGE = 16  # parts of the budget, above one of which half as many must do
 
 
@@ -74,7 +75,7 @@ class Tape:
 
     def run(self, inputs: Inputs, create_graph: bool = False) -> Record:
         """Run the model under the recorder, without a look at how its uses are read."""
-        return self._run(inputs, create_graph, self._may_rearrange(inputs))
+        return self._run(inputs, create_graph, not create_graph and self._may_rearrange(inputs))
 
     def _run(self, inputs: Inputs, create_graph: bool, may_rearrange: bool) -> Record:
         parameters: dict[str, Tensor] = dict(self.parameters)
@@ -102,17 +103,17 @@ class Tape:
 
     def _may_rearrange(self, inputs: Inputs) -> bool:
         """Whether images may lie in memory as convolutions want them: where a model has some, of more than one example,
-        and is the same function of inputs of this form then.
+        and is the same function of inputs of this form then. Where there are many forms that costs more than it gains.
         """
-        form = tuple((tensor.shape[1:], tensor.dtype) for tensor in inputs.tensors())
         if not any(len(tensor) > 1 for tensor in inputs.tensors() if tensor.dim() == 4):
             return False
-        if form not in self._rearranges:
+        form = inputs.form(inputs.examples()) or tuple((tensor.shape[1:], tensor.dtype) for tensor in inputs.tensors())
+        if form not in self._rearranges and len(self._rearranges) < _FORMS:
             convolves = any(isinstance(module, nn.Conv2d) for module in self.model.modules())
             self._rearranges[form] = convolves and same_in_either_order(
                 lambda few, may: self._run(few, create_graph=False, may_rearrange=may), inputs
             )
-        return self._rearranges[form]
+        return self._rearranges.get(form, False)
 
     def singles(self, inputs: Inputs, outputs: Tensor, create_graph: bool = False) -> Iterator[Record]:
         """One record per example, for batches that mix them: alone, everything belongs to the one example."""

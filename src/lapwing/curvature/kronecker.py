@@ -47,6 +47,7 @@ class KroneckerAccumulator:
     kind: str = "kron"
     elementwise: bool = False
     _of_images: bool = field(default=False, init=False, repr=False)
+    """Whether gradients are those of images, so that there is no use in looking for rows of 0."""
     _pending: dict[Hashable, tuple[slice, bool, MomentSum]] = field(default_factory=dict, init=False, repr=False)
 
     @staticmethod

@@ -61,7 +61,7 @@ class Leftovers:
     _form: Hashable = field(default=None, init=False)
     _room: int = field(default=0, init=False)
     _spared: float = field(default=0.0, init=False)
-    """Examples that a backward pass may have in vain, rather than be divided in two."""
+    """Examples that a backward pass takes as long for as for its calls."""
 
     def add(self, record: Record, examples: Tensor, vectors: Tensor, counts: Tensor) -> None:
         """Add examples of a pass, `[M]` indices, and `vectors: [K, M, *output]`, of each the first `counts: [M]`."""
@@ -73,7 +73,8 @@ class Leftovers:
         elif len(examples):
             if form != self._form:
                 self.flush(record.tape)
-            self._form, self._room = form, record.examples
+                self._room = 0
+            self._form, self._room = form, max(self._room, record.examples)
             self._spared = _CALLS * record.examples / max(1, record.computed)
             batch = _Batch(record.inputs.copy(), record.outputs.detach())
             for count in counts.unique().tolist():
@@ -120,19 +121,21 @@ def _examples(kept: Sequence[_Kept]) -> int:
 
 
 def _levels(waiting: dict[int, list[_Kept]], room: int, spared: float) -> list[list[_Kept]]:
-    """What goes together of examples with so many vectors each, no more than there is `room` for: some with less beside
-    those with more, which costs them vectors of 0, where as many passes more would cost as much as `spared` each.
+    """What goes together of examples with so many vectors each, no more than there is `room` for.
+
+    K backward passes of n examples cost K·(n + spared), whoever has fewer than K vectors; of all ways to divide the
+    examples, sorted by how many they have, the one that costs least.
     """
     counts = sorted(waiting, reverse=True)
     sizes = [_examples(waiting[count]) for count in counts]
     best: list[tuple[float, int]] = [(0.0, 0)]  # of the first levels: the least cost, and where the last group begins
     for stop in range(1, len(counts) + 1):
-        found = []
-        for start in range(stop):
-            if start + 1 < stop and sum(sizes[start:stop]) > room:
-                continue
-            zeros = sum(sizes[i] * (counts[start] - counts[i]) for i in range(start, stop))
-            found.append((best[start][0] + zeros + spared * counts[start], start))
+        together, found = 0, []
+        for start in reversed(range(stop)):
+            together += sizes[start]
+            if together > room and start + 1 < stop:
+                break
+            found.append((best[start][0] + counts[start] * (together + spared), start))
         best.append(min(found))
     groups: list[list[_Kept]] = []
     stop = len(counts)

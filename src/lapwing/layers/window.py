@@ -110,7 +110,8 @@ class Window:
     def patches(self, x: Tensor, groups: int) -> Tensor:
         """What each position sees: `[n, k, C, *space]` to `[n, Q, k·positions, I]`."""
         count, others = x.shape[:2]
-        x = self.slide(self.pad(x.flatten(0, 1).contiguous()), first=0)  # [B, C, *positions, *kernel]
+        x = x.flatten(0, 1).contiguous()  # one of pixels is less than one of patches out of order
+        x = self.slide(self.pad(x), first=0)  # [B, C, *positions, *kernel]
         space = range(2, 2 + self.dimensions)
         # [C, *kernel, B, *positions], still a view: in this order one copy is enough.
         x = x.permute(1, *(axis + self.dimensions for axis in space), 0, *space)
