@@ -405,3 +405,19 @@ def test_groups_cost_least(spared: float, seed: int) -> None:
     ]
     assert sorted(level for group in found for level in group) == sorted(levels)
     assert cost(found) == pytest.approx(min(ways), rel=1e-12)
+
+
+def test_a_last_batch_of_one_leaves_room_for_the_others() -> None:
+    """What goes together is as large as the largest batch, not as the last."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4).double()
+    tape = Tape(model, dict(model.named_parameters()))
+    calls: Calls = []
+    waiting = leftovers.Leftovers(lambda record, columns: calls.append((record.examples, columns.count)))
+    for size, count in ((16, 1), (16, 2), (1, 3)):
+        examples = torch.arange(min(size, 3))
+        vectors = torch.randn(count, len(examples), 4, dtype=torch.float64)
+        record = tape.record(Inputs((torch.randn(size, 3, dtype=torch.float64),), {}))
+        waiting.add(record, examples, vectors, torch.full_like(examples, count))
+    waiting.flush(tape)
+    assert calls == [(7, 3)]

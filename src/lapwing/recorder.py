@@ -121,8 +121,8 @@ class Recorder(TorchFunctionMode):
 
     `decides`: it read values of tensors, or made one number of a tensor (a sum, the longest length), and may have
     decided by it which way to go, how large to make a tensor, or by how much to divide all examples.
-    `computed`: how many numbers it computed on its way. `rearranged`: it put images into another order in memory, which
-    it does only where it `may`.
+    `computed`: how many numbers it computed on its way. `rearranged`: it put images into another order in memory, as
+    it does only if told that it may.
     """
 
     def __init__(self, names: Mapping[int, str], mailbox: Mailbox, may_rearrange: bool) -> None:

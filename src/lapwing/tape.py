@@ -63,7 +63,6 @@ class Tape:
     """Bytes of the activations of one example, by the shapes of its inputs."""
     _known: dict[Any, list[_Reading]] = field(default_factory=dict, repr=False)
     _fallbacks: dict[frozenset[str], PerExample] = field(default_factory=dict, repr=False)
-
     _rearranges: dict[Hashable, bool] = field(default_factory=dict, repr=False)
 
     def record(self, inputs: Inputs, create_graph: bool = False) -> Record:
