@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lapwing import Laplace, matmul
+from lapwing import Laplace, channels_last, matmul
 from lapwing.gram import Gram
 
 pytestmark = pytest.mark.skipif(
@@ -30,6 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         found.append((*x.shape, len(weight)))
         return inner(x, weight, bias)
 
+    monkeypatch.setattr(matmul, "partly_used", lambda: True)
     monkeypatch.setattr(matmul, "half_used", lambda: True)
     monkeypatch.setattr(matmul, "_onednn", watched)
     return found
@@ -236,20 +238,69 @@ def test_only_what_gains(calls: list[tuple[int, ...]], monkeypatch: pytest.Monke
         torch.backends.mkldnn.set_flags(_enabled=True)
     with torch.autocast("cpu", torch.bfloat16):
         assert matmul.linear(large, large, None).dtype == torch.bfloat16
-    monkeypatch.setattr(matmul, "half_used", lambda: False)
+    monkeypatch.setattr(matmul, "partly_used", lambda: False)
     matmul.matmul(large, large)
     assert matmul.moments(large) is None
+    assert matmul.squares_of_products(random(2, 300, 300), random(2, 300, 300)) is None
     assert not calls
 
 
-@pytest.mark.parametrize(("maker", "kernels", "used"), [
-    ("AuthenticAMD", "AVX512", True), ("GenuineIntel", "AVX512", False), ("AuthenticAMD", "AVX2", False),
-    (None, "DEFAULT", False),
+AMD, INTEL = "AuthenticAMD", "GenuineIntel"
+
+
+@pytest.mark.parametrize(("maker", "family", "kernels", "partly", "half"), [
+    (AMD, "26", "AVX512", True, True), (AMD, "25", "AVX512", True, False), (AMD, None, "AVX512", True, False),
+    (AMD, "26", "AVX2", False, False), (INTEL, "26", "AVX512", False, False), (None, None, "DEFAULT", False, False),
 ])  # fmt: skip
-def test_which_processors(maker: str | None, kernels: str, used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "_maker", lambda: maker)
+def test_which_processors(
+    maker: str | None, family: str | None, kernels: str, partly: bool, half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Zen 4 (family 25) torch's own products leave a part unused, of Zen 5 (26) half."""
+    monkeypatch.setattr(matmul, "_said", {"vendor_id": maker, "cpu family": family}.get)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: kernels)
-    assert matmul.half_used.__wrapped__() == (used and torch.backends.mkl.is_available())
+    monkeypatch.setattr(matmul, "partly_used", matmul.partly_used.__wrapped__)
+    libraries = torch.backends.mkl.is_available()
+    assert matmul.partly_used() == (partly and libraries)
+    assert matmul.half_used.__wrapped__() == (half and libraries)
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").is_file(), reason="this system says nothing of its processor there")
+def test_what_the_system_says_of_its_processor() -> None:
+    assert matmul._said("processor") == "0"
+    assert matmul._said("proc") is None
+
+
+@pytest.mark.parametrize("width", [64, 72])
+def test_narrow_sums_in_one_product_where_part_of_the_processor_is_unused(
+    width: int, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Zen 4 half of a product by MKL takes less time, but of the narrowest."""
+    monkeypatch.setattr(matmul, "half_used", lambda: False)
+    rows = random(4000, width)
+    assert (matmul.moments(rows) is not None) == (width == 64)
+    gram = Gram.zeros(1, width, True, rows)
+    gram.add_rows(rows.unsqueeze(0), slice(None))
+    assert close(gram.sums[0], rows.T.double() @ rows.double(), rows.T.double().abs() @ rows.double().abs(), 4000)
+    assert not calls
+
+
+@pytest.mark.parametrize("right", ["dense", "turned", "gaps between rows"])
+@pytest.mark.parametrize("left", ["dense", "turned"])
+@pytest.mark.parametrize("size", [200, 210])
+def test_squares_of_products_that_are_large_enough(
+    left: str, right: str, size: int, calls: list[tuple[int, ...]]
+) -> None:
+    a, b = random(3, size, 200), random(3, 200, size, seed=1)
+    expected = (a.double() @ b.double()).square().sum(0)
+    sizes = (a.double().abs() @ b.double().abs()).square().sum(0)
+    found = matmul.squares_of_products(
+        a if left == "dense" else a.mT.contiguous().mT,
+        b if right == "dense" else b.mT.contiguous().mT if right == "turned" else torch.cat([b, b], 2)[..., :size],
+    )
+    assert (found is None) == (size == 200)
+    assert len(calls) == (0 if size == 200 else 3)
+    if found is not None:
+        assert close(found, expected, sizes, 2 * 200)
 
 
 class Pairwise(nn.Module):
@@ -316,3 +367,29 @@ def test_fits_are_the_same(network: str, structure: str, curvature: str, calls: 
     for name, value in exact[0].curvature.gradient.items():
         gap = (found[0].curvature.gradient[name].double() - value).abs().max()
         assert gap <= 1e-4 * value.abs().max() + 1e-6, name
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("structure", ["diag", "ekfac"])
+def test_squares_of_gradients_of_large_images(
+    structure: str, last: bool, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of an example take a product of their own, in either order in memory; against the same in float64."""
+    monkeypatch.setattr(channels_last, "gains", lambda x, w: last and x.dim() == 4)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 32, 1), nn.ReLU(), nn.Conv2d(32, 256, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(256, 3),
+    ).eval()  # fmt: skip
+    x, y = random(12, 1, 8, 8), torch.arange(12) % 3
+
+    def marginal(dtype: torch.dtype) -> Tensor:
+        la = Laplace(model.to(dtype), "classification", structure).fit([(x.to(dtype), y)])
+        return torch.cat([value.flatten() for value in la.posterior.variances().values()])
+
+    expected = marginal(torch.float64)
+    assert not calls
+    found = marginal(torch.float32)
+    alone = (288, 64, 512) if structure == "diag" else (512, 64, 289)  # of two columns with 256 channels each
+    assert calls.count(alone) == 12
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)

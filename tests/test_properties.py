@@ -248,6 +248,7 @@ def test_patches_in_one_product_where_torch_uses_half_of_the_processor(
     groups: int, half: bool, way: type | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One large product gains there, and many small ones do not."""
+    monkeypatch.setattr(matmul, "partly_used", lambda: True)
     monkeypatch.setattr(matmul, "half_used", lambda: half)
     found = moment_sum(Images(Window((3, 3), (2, 2), (1, 1), (1, 1), (1, 1)), torch.zeros(8, 64, 8, 8), groups))
     assert isinstance(found, way) if way is not None else found is None
@@ -255,10 +256,11 @@ def test_patches_in_one_product_where_torch_uses_half_of_the_processor(
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_moments_by_lines_where_torch_uses_half_of_the_processor(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "half_used", lambda: True)
+    for share in ("partly_used", "half_used"):
+        monkeypatch.setattr(matmul, share, lambda: True)
     window = Window((3, 3), (1, 1), (1, 1), (1, 1), (1, 1))
     x = torch.randn(300, 8 * groups, 9, 10, generator=torch.Generator().manual_seed(0))
-    assert matmul.gains(300 * 80 * 240, x)
+    assert matmul.gains_twice(300 * 80 * 240, x)
     total = _ByLines(window, x, groups)
     total.add(x)
     check_moments(total.collect(), window.patches(x.unsqueeze(1), groups), rtol=1e-4, atol=1e-2)

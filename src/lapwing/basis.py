@@ -310,7 +310,7 @@ class DenseBasis(Basis):
 def _unrotated_squares(pair: Pair, start: int, stop: int, budget: int) -> Tensor:
     """`Σ_kn (Σ_r g_knr a_nrᵀ)²` of some examples: `[Q, O, I]`; the bias, whose input is 1, apart."""
     g = pair.g[:, start:stop]
-    weight = outer_squares(g, pair.inputs.part(start, stop).to(g.dtype), budget)
+    weight = outer_squares(g, pair.inputs.by_example(start, stop).to(g.dtype), budget)
     if not pair.inputs.bias:
         return weight
     return torch.cat([weight, g.sum(3).square().sum((0, 1)).unsqueeze(-1)], dim=-1)

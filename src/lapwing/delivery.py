@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lapwing.channels_last import are_last
 from lapwing.gradients import Gradients, Layer, Rows
+from lapwing.layers import ExampleAxis
 from lapwing.reading import gradients_of
 from lapwing.slope import Slope
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from lapwing.tape import Record
 
 Consume = Callable[[Layer, Gradients], None]
-_SMALL = 2**18  # bytes of a gradient below which it waits for the other columns
+_SMALL = 2**19  # bytes of a gradient up to which it waits for the other columns
+_CLOSE = 2**23  # bytes of gradients that stay close to the processor
 
 
 @dataclass
@@ -31,6 +33,7 @@ class Delivery:
     first: int
     columns: int
     together: bool
+    in_parts: bool
     slope: Slope | None = None
     arrived: dict[str, dict[int, list[Tensor]]] = field(default_factory=dict)
     uses: dict[str, list[int]] = field(init=False)
@@ -91,29 +94,66 @@ class Delivery:
         found[index].append(gradient if self.record.create_graph else gradient.detach())
         if {len(values) for values in found.values()} == {self.columns if self.together else 1}:
             del self.arrived[name]
-            self._hand_on(name, [self._stacked(i, values) for i, values in found.items()])
+            if self.in_parts and len(found) == 1 and self._comes_in_parts(name, index):
+                self._hand_on_in_parts(name, index, found[index])
+            else:
+                self._hand_on(name, [self._stacked(i, values) for i, values in found.items()])
 
     def _hand_on(self, name: str, gradients: Sequence[Tensor | None]) -> None:
         delivered = [gradient for gradient in gradients if gradient is not None]
         assert len(delivered) == len(self.uses[name])
-        column = self.first + self.handed[name]
-        for layer in self.owners[name]:
-            slope = self.slope if column == 0 else None
-            if slope is not None and (layer.form != "rows" or self.consume is None):
-                slope.add(self.record, layer, self.uses[name], [gradient[0] for gradient in delivered])
-            if self.consume is not None:
-                own = gradients_of(self.record, layer, self.uses[name], delivered, column)
-                if slope is not None and isinstance(own, Rows):
-                    slope.add_rows(layer, own.values[0], 0)
-                self.consume(layer, own)
+        self._add_slope(name, [gradient[0] for gradient in delivered])
+        self._consume(name, delivered, range(self.record.examples))
         self.handed[name] += delivered[0].shape[0]
+
+    def _hand_on_in_parts(self, name: str, index: int, columns: Sequence[Tensor]) -> None:
+        """Columns at one use, a few examples at a time: side by side they stay close until they are used."""
+        self._add_slope(name, [columns[0]])
+        each = len(columns) * columns[0][0].numel() * columns[0].element_size()
+        step = max(1, _CLOSE // each)
+        for start in range(0, self.record.examples, step):
+            part = range(start, min(start + step, self.record.examples))
+            few = self._stacked(index, [column[part.start : part.stop] for column in columns])
+            self._consume(name, [few], part)
+        self.handed[name] += len(columns)
+
+    def _add_slope(self, name: str, first: Sequence[Tensor]) -> None:
+        """Make the slope of gradients that are those of the first column; that of rows is made of the rows."""
+        for layer in self.owners[name]:
+            if self.slope is not None and self._column(name) == 0 and (layer.form != "rows" or self.consume is None):
+                self.slope.add(self.record, layer, self.uses[name], first)
+
+    def _consume(self, name: str, gradients: Sequence[Tensor], examples: range) -> None:
+        """Hand on the gradients `[K, *output]` of some examples to the layers that have the weight."""
+        if self.consume is None:
+            return
+        column = self._column(name)
+        for layer in self.owners[name]:
+            own = gradients_of(self.record, layer, self.uses[name], gradients, column, examples)
+            if self.slope is not None and column == 0 and isinstance(own, Rows):
+                self.slope.add_rows(layer, own.values[0], examples.start)
+            self.consume(layer, own)
+
+    def _column(self, name: str) -> int:
+        """The number of the column that comes next."""
+        return self.first + self.handed[name]
+
+    def _is_image(self, index: int) -> bool:
+        """Whether the output of a use is images, an example each."""
+        use = self.record.uses[index]
+        return use.rule.of_images and use.output[0] == self.record.examples
+
+    def _comes_in_parts(self, name: str, index: int) -> bool:
+        """Whether the gradients at a use can be handed on a few examples at a time."""
+        whole = all(layer.form == "pair" for layer in self.owners[name]) and self.record.uses[index].call.rows is None
+        return whole and self._is_image(index) and self.record.axes[index] == ExampleAxis(0)
 
     def _stacked(self, index: int, gradients: list[Tensor]) -> Tensor:
         """`[K, *output]`; of images the columns of an example, or of a pixel, side by side in memory."""
         first = gradients[0]
         if len(gradients) == 1:
             return first.unsqueeze(0)
-        if self.record.uses[index].rule.of_images and first.shape[0] == self.record.examples:
+        if self._is_image(index):
             if are_last(first):
                 return torch.stack([one.movedim(1, -1) for one in gradients], dim=3).permute(3, 0, 4, 1, 2)
             return torch.stack(gradients, dim=1).transpose(0, 1)

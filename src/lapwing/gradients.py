@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lapwing.layers.rule import Layout
 from lapwing.layers.window import Images
-from lapwing.matmul import times
+from lapwing.matmul import squares_of_products, times
 from lapwing.tokens import TokenPair, Tokens
 
 
@@ -93,25 +93,41 @@ class UseInputs:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of all uses of a layer."""
+    """The inputs of all uses of a layer, of the examples from `first` on."""
 
     uses: tuple[UseInputs | Tokens, ...]
     examples: int
     bias: bool
+    first: int = 0
+
+    def of(self, examples: range) -> Inputs:
+        """Those of some examples alone."""
+        return replace(self, examples=len(examples), first=self.first + examples.start)
 
     def part(self, start: int, stop: int) -> Tensor:
         """`[n, Q, R, I]`, the positions of all uses side by side; the bias is not a column here."""
-        parts = [use.read(slice(start, stop)) for use in self.uses if isinstance(use, UseInputs)]
+        parts = [use.read(self._slice(start, stop)) for use in self.uses if isinstance(use, UseInputs)]
         assert len(parts) == len(self.uses)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def by_example(self, start: int, stop: int) -> Tensor:
+        """The same; of images those of an example lie together in memory."""
+        use = self.uses[0]
+        if len(self.uses) > 1 or not isinstance(use, UseInputs):
+            return self.part(start, stop)
+        images = use.read_images(self._slice(start, stop))
+        return self.part(start, stop) if images is None or len(images.x) > stop - start else images.patches()
 
     def times(self, start: int, stop: int, matrix: Tensor) -> Tensor:
         """`a M` of some examples for a matrix `[Q, I, J]`, the bias included: `[n, Q, R, J]`."""
         weight = matrix[:, :-1] if self.bias else matrix
-        parts = [use.times(slice(start, stop), weight) for use in self.uses if isinstance(use, UseInputs)]
+        parts = [use.times(self._slice(start, stop), weight) for use in self.uses if isinstance(use, UseInputs)]
         assert len(parts) == len(self.uses)
         found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         return found.add_(matrix[:, None, -1]) if self.bias else found
+
+    def _slice(self, start: int, stop: int) -> slice:
+        return slice(self.first + start, self.first + stop)
 
     def together(self) -> UseInputs:
         """All uses as one."""
@@ -120,7 +136,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Pair:
-    """`a: [N, Q, R, I]` (lazy) and `g: [K, N, Q, R, O]`, for columns `column` and on, of the layer's `groups`."""
+    """`a: [N, Q, R, I]` (lazy) and `g: [K, N, Q, R, O]`, for columns `column` and on, examples `start` and on, of the
+    layer's `groups`.
+    """
 
     inputs: Inputs
     g: Tensor
@@ -230,14 +248,18 @@ def outer(g: Tensor, a: Tensor) -> Tensor:
     """`Σ_r g_knr a_nrᵀ`: `[K, n, Q, O, I]` from `g: [K, n, Q, R, O]` and `a: [n, Q, R, I]`."""
     if not _side_by_side(g):
         return torch.stack([column.mT @ a for column in g]) if len(g) > 1 else (g[0].mT @ a).unsqueeze(0)
-    together = g[:, :, 0].permute(1, 0, 3, 2).flatten(1, 2)  # [n, K·O, R], a view
-    formed: Tensor = (together @ a[:, 0]).unflatten(1, (len(g), -1)).transpose(0, 1)
+    formed: Tensor = (_by_example(g) @ a[:, 0]).unflatten(1, (len(g), -1)).transpose(0, 1)
     return formed.unsqueeze(2)
 
 
 def outer_squares(g: Tensor, a: Tensor, budget: int) -> Tensor:
     """`Σ_kn (Σ_r g_knr a_nrᵀ)²`: `[Q, O, I]`; formed one by one, or as many examples as `budget` bytes hold."""
     together = _side_by_side(g)
+    if g.shape[2] == 1:
+        found = [squares_of_products(_by_example(own), a[:, 0]) for own in ((g,) if together else g.split(1))]
+        one_by_one = [squares.unflatten(0, (-1, g.shape[4])).sum(0) for squares in found if squares is not None]
+        if len(one_by_one) == len(found):
+            return torch.stack(one_by_one).sum(0, keepdim=True)
     size = g.shape[2] * g.shape[4] * a.shape[3] * a.element_size() * (g.shape[0] if together else 1)
     step = max(1, budget // size)
     total = a.new_zeros(g.shape[2], g.shape[4], a.shape[3])
@@ -246,6 +268,11 @@ def outer_squares(g: Tensor, a: Tensor, budget: int) -> Tensor:
         for columns in (own,) if together else own.split(1):
             total += outer(columns, inputs).square_().sum((0, 1))
     return total
+
+
+def _by_example(g: Tensor) -> Tensor:
+    """`[n, K·O, R]` of `g: [K, n, 1, R, O]`: a view where the columns of an example lie side by side."""
+    return g[:, :, 0].permute(1, 0, 3, 2).flatten(1, 2)
 
 
 def _side_by_side(g: Tensor) -> bool:

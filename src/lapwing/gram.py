@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lapwing.matmul import gains, in_whole_blocks, matmul, moments
+from lapwing.matmul import gains_twice, in_whole_blocks, matmul, moments
 
 _WAIT = 2**18  # numbers that are added at once where they come in few: each time the whole sum is read and written
 _BLOCK = 128  # rows of a block, twice as many where there are few vectors: smaller ones lose more than symmetry gains
@@ -104,7 +104,7 @@ class Gram:
     def _add_blocks(self, sums: Tensor, rows: Tensor) -> None:
         """Add the products of blocks on and above the diagonal."""
         count, width = rows.shape[1:]
-        fast = len(rows) == 1 and gains(count * width * _BLOCK, rows)
+        fast = len(rows) == 1 and gains_twice(count * width * _BLOCK, rows)
         step = _BLOCK if count >= _BLOCK and not (fast and width >= 8 * _BLOCK) else 2 * _BLOCK
         step = step if width >= 2 * step else width
         whole = in_whole_blocks(count) if fast else 0

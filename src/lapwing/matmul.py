@@ -1,9 +1,10 @@
-"""Matrix products in float32 by oneDNN, where torch's own leave half of the processor unused.
+"""Matrix products in float32 by oneDNN, where torch's own leave part of the processor unused.
 
 torch multiplies matrices with MKL, which keeps to AVX2 on AMD's processors, and convolves with oneDNN, which takes
-AVX-512 wherever there is one. A product by oneDNN takes half the time there. Everywhere else, and for whatever it does
-not take (other dtypes and devices, small matrices, tensors under transforms), these are torch's own; so is a product of
-which autograd makes a graph, but for `linear`, which has one of its own.
+AVX-512 wherever there is one. A product by oneDNN takes half the time where AVX-512 does twice the work of AVX2 (from
+Zen 5 on), and four fifths to nine tenths where it does not (Zen 4). Everywhere else, and for whatever it does not take
+(other dtypes and devices, small matrices, tensors under transforms), these are torch's own; so is a product of which
+autograd makes a graph, but for `linear`, which has one of its own.
 """
 
 from __future__ import annotations
@@ -20,11 +21,20 @@ from torch.nn import functional
 _SMALL = 2**22  # multiplications, below which a call costs more than it gains
 _LARGE = 2**22  # numbers of a product, above which it is added where it belongs
 _FEW, _NARROW = 256, 512  # rows and columns of a matrix, up to which all of its moments are less work than half of them
+_ALONE = 2**23  # multiplications of a product, from which one by oneDNN takes less than its share of many by MKL
+_SHORT = 512  # terms of its sums, up to which it does on every processor where oneDNN gains
+_NARROWEST = 64  # columns, up to which they are wherever oneDNN gains
+_ZEN_5 = 26  # the family of the first processors by AMD that compute with registers of 512 bits in one piece
 
 
 def gains(work: int, *tensors: Tensor) -> bool:
     """Whether oneDNN gains in a product of so many multiplications, of which no graph is wanted."""
     return _suits(work, *tensors) and not (torch.is_grad_enabled() and any(one.requires_grad for one in tensors))
+
+
+def gains_twice(work: int, *tensors: Tensor) -> bool:
+    """Whether it gains so much that a whole symmetric product by it takes less time than one half of it by torch."""
+    return half_used() and gains(work, *tensors)
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
@@ -44,6 +54,29 @@ def across(left: Tensor, right: Tensor) -> Tensor:
     # It takes a copy of the first, which had better be the smaller one.
     found = _onednn(first, second) if len(first) <= len(second) else _onednn(second, first).T
     return found if whole == len(left) else found.addmm_(left[whole:].T, right[whole:])
+
+
+def squares_of_products(left: Tensor, right: Tensor) -> Tensor | None:
+    """`Σ_n (L_n R_n)²: [m, p]`, elementwise, of matrices `[n, m, k]` and `[n, k, p]`, multiplied one by one; None where
+    all at once take less time.
+    """
+    work, length = left[0].numel() * right.shape[2], right.shape[1]
+    gaining = gains if length <= _SHORT else gains_twice
+    if work < _ALONE or not gaining(work, left, right):
+        return None
+    # Of the first it would take a copy that has its rows side by side.
+    if right.mT[0].is_contiguous() or (right.shape[2] < left.shape[1] and not left[0].is_contiguous()):
+        return _squares(right.mT, left).T
+    return _squares(left, right.mT)
+
+
+def _squares(left: Tensor, right: Tensor) -> Tensor:
+    """`Σ_n (L_n R_nᵀ)²`."""
+    total = left.new_zeros(left.shape[1], right.shape[1])
+    for one, other in zip(left.unbind(0), right.unbind(0), strict=True):
+        product = _onednn(one, other)
+        total.addcmul_(product, product)
+    return total
 
 
 def add_across(into: Tensor, left: Tensor, right: Tensor) -> None:
@@ -85,8 +118,9 @@ def moments(rows: Tensor) -> Tensor | None:
     """
     count, width = rows.shape
     if count < _FEW:
-        return across(rows, rows) if gains(rows.numel() * width, rows) else None
-    if width > _NARROW or not gains(rows.numel() * width // 2, rows):
+        return across(rows, rows) if gains_twice(rows.numel() * width, rows) else None
+    gaining = gains if width <= _NARROWEST else gains_twice
+    if width > _NARROW or not gaining(rows.numel() * width // 2, rows):
         return None
     # The weight gradient of one image with a column of pixels, its channels last: that is how it lies in memory.
     image = rows.contiguous().unsqueeze(1).unsqueeze(0).permute(0, 3, 1, 2)
@@ -149,7 +183,7 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _suits(work: int, *tensors: Tensor) -> bool:
-    enabled = work >= _SMALL and half_used() and bool(torch.backends.mkldnn.enabled)
+    enabled = work >= _SMALL and partly_used() and bool(torch.backends.mkldnn.enabled)
     return enabled and all(tensor.dtype == torch.float32 and is_plain(tensor) for tensor in tensors)
 
 
@@ -168,16 +202,23 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 @functools.cache
-def half_used() -> bool:
-    """Whether torch's own products use half of this processor."""
+def partly_used() -> bool:
+    """Whether torch's own products leave part of this processor unused."""
     libraries = torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     libraries = libraries and hasattr(torch._C, "_will_engine_execute_node")
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return libraries and wide and _maker() == "AuthenticAMD"
+    return libraries and wide and _said("vendor_id") == "AuthenticAMD"
 
 
-def _maker() -> str | None:
-    """Who made the processor, where the system says so."""
+@functools.cache
+def half_used() -> bool:
+    """Whether that is half of it."""
+    family = _said("cpu family")
+    return partly_used() and family is not None and family.isdecimal() and int(family) >= _ZEN_5
+
+
+def _said(name: str) -> str | None:
+    """What the system says of the processor, where it does."""
     told = Path("/proc/cpuinfo")
     lines = told.read_text().splitlines() if told.is_file() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), None)
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == name), None)

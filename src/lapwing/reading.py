@@ -24,17 +24,26 @@ def inputs_of(record: Record, layer: Layer, uses: Sequence[int]) -> Inputs:
 
 
 def gradients_of(
-    record: Record, layer: Layer, uses: Sequence[int], gradients: Sequence[Tensor], column: int
+    record: Record,
+    layer: Layer,
+    uses: Sequence[int],
+    gradients: Sequence[Tensor],
+    column: int,
+    examples: range | None = None,
 ) -> Gradients:
-    """The per-example gradients of a layer from those at the outputs of its uses, `[K, *output]` each."""
+    """The per-example gradients of a layer from those at the outputs of its uses, `[K, *output]` each.
+
+    Of a single use whose outputs have their examples first, they may be those of some `examples` alone.
+    """
+    examples = range(record.examples) if examples is None else examples
     if layer.form == "rows":
         total = sum(rows_of(record, layer, i, g) for i, g in zip(uses, gradients, strict=True))
         assert isinstance(total, Tensor)
         return Rows(total, column)
     if layer.form == "pair" and all(record.uses[i].call.rows is None for i in uses) and layer.shape is not None:
-        whole = [_pair_gradient(record, layer, i, g) for i, g in zip(uses, gradients, strict=True)]
+        whole = [_pair_gradient(record, layer, i, g, len(examples)) for i, g in zip(uses, gradients, strict=True)]
         g = whole[0] if len(whole) == 1 else torch.cat(whole, dim=3)
-        return Pair(inputs_of(record, layer, uses), g, column)
+        return Pair(inputs_of(record, layer, uses).of(examples), g, column, examples.start)
     parts = tuple(_part(record, layer, i, g, column) for i, g in zip(uses, gradients, strict=True))
     assert layer.shape is not None
     return parts[0] if len(parts) == 1 and isinstance(parts[0], TokenPair) else Uses(parts, layer.shape)
@@ -46,7 +55,7 @@ def _part(record: Record, layer: Layer, index: int, gradient: Tensor, column: in
         assert layer.shape is not None
         g = rule.gradients(call, gradient.to(record.dtype), axis, record.examples)
         return TokenPair(rule.tokens(call, axis, record.examples), g, layer.shape[1], column)
-    g = _pair_gradient(record, layer, index, gradient)
+    g = _pair_gradient(record, layer, index, gradient, record.examples)
     return Pair(inputs_of(record, layer, [index]), g, column, groups=_groups(layer, call))
 
 
@@ -64,11 +73,11 @@ def rows_of(record: Record, layer: Layer, index: int, gradient: Tensor) -> Tenso
     return torch.cat([parts[name] for name in layer.parameters], dim=2)
 
 
-def _pair_gradient(record: Record, layer: Layer, index: int, gradient: Tensor) -> Tensor:
+def _pair_gradient(record: Record, layer: Layer, index: int, gradient: Tensor, examples: int) -> Tensor:
     rule, call, axis = _read(record, index)
     assert isinstance(rule, PairRule)
     assert layer.shape is not None
-    g = rule.gradients(call, gradient.to(record.dtype), axis, record.examples)
+    g = rule.gradients(call, gradient.to(record.dtype), axis, examples)
     outputs = layer.shape[1]
     if g.shape[4] == outputs:
         return g

@@ -279,12 +279,13 @@ class Record:
         at_once: int | None,
         wanted: Collection[str],
         slope: Slope | None = None,
+        in_parts: bool = False,
     ) -> None:
         """Backpropagate `columns` and hand the per-example gradients of the `wanted` layers to `consume`, if any.
 
-        Layers that are read as a pair come in chunks of columns, and each gradient is freed once used;
-        with `at_once` so many columns of a layer come together. Rows come in ranges of examples, and of columns
-        where all do not fit. `slope` is made of the first column.
+        Layers that are read as a pair come in chunks of columns, and each gradient is freed once used; with `at_once`
+        so many columns of a layer come together, `in_parts` those of images a few examples at a time. Rows come in
+        ranges of examples, and of columns where all do not fit. `slope` is made of the first column.
         """
         layers = [layer for layer in self.tape.layers or () if layer.name in wanted]
         pairs = [layer for layer in layers if layer.path != "fallback" and layer.name not in self.lost]
@@ -292,7 +293,7 @@ class Record:
         if pairs:
             for start in range(0, columns.count, step):
                 part = columns.part(start, min(start + step, columns.count))
-                delivery = Delivery(self, pairs, consume, start, part.shape[0], at_once is not None, slope)
+                delivery = Delivery(self, pairs, consume, start, part.shape[0], at_once is not None, in_parts, slope)
                 if not delivery.owners:  # the pass reached none of these layers
                     break
                 if self.graph.batchable and part.shape[0] > 1:

@@ -84,11 +84,13 @@ def deliver(
     consume: Callable[[Block, Gradients], None] = update,
     at_once: int | None = None,
     slope: Slope | None = None,
+    in_parts: bool = False,
 ) -> None:
     """Backpropagate `columns` and hand each block the gradients of its own layers; they are added to it, unless said
     otherwise.
 
-    A block of several layers gets them side by side as rows; with `at_once`, so many columns together.
+    A block of several layers gets them side by side as rows; with `at_once`, so many columns together, `in_parts` those
+    of images a few examples at a time.
     """
     for block in blocks:
         if len(block.layers) > 1 or block.chosen is not None:
@@ -99,7 +101,9 @@ def deliver(
                 consume(block, Rows(_gather(record, columns.part(start, stop), block), start))
     owners = {block.layers[0].name: block for block in blocks if len(block.layers) == 1 and block.chosen is None}
     if owners:
-        record.sweep(columns, lambda layer, gradients: consume(owners[layer.name], gradients), at_once, owners, slope)
+        record.sweep(
+            columns, lambda layer, gradients: consume(owners[layer.name], gradients), at_once, owners, slope, in_parts
+        )
 
 
 def _gather(record: Record, columns: Tensor, block: Block) -> Tensor:

@@ -156,7 +156,8 @@ class Fit:
         if ranked:
             return self._add_ranked(record, vectors, blocks, leftovers, batch.sizes, slope)
         if blocks:
-            deliver(record, vectors, blocks, at_once=self._at_once(record, vectors, blocks), slope=slope)
+            at_once = self._at_once(record, vectors, blocks)
+            deliver(record, vectors, blocks, at_once=at_once, slope=slope, in_parts=at_once is not None)
         return Traces()
 
     def _columns(self, record: Record, batch: Batch, generator: torch.Generator | None) -> Columns:

@@ -22,7 +22,7 @@ from torch.nn import functional
 from lapwing.channels_last import are_last, as_rows
 from lapwing.gram import Gram
 from lapwing.layers.window import Images, Window
-from lapwing.matmul import add_across, gains
+from lapwing.matmul import add_across, gains_twice
 
 _LARGE = 8  # sums this many times as large as `Σ a aᵀ` itself are not kept from batch to batch
 _KEPT = 2**22  # numbers that may be kept all the same
@@ -65,7 +65,7 @@ def moment_sum(images: Images) -> MomentSum | None:
     width, rows = entries // window.kernel[0], (space[0] + window.before[0] + window.after[0]) * prod(positions[1:])
     by_rows = rows * width * (entries + copied)
     by_patches = prod(positions) * entries * (entries + copied)
-    if gains(int(by_patches) * images.x.shape[1] ** 2 * len(images.x), images.x) and images.groups == 1:
+    if gains_twice(int(by_patches) * images.x.shape[1] ** 2 * len(images.x), images.x) and images.groups == 1:
         by_rows *= 2  # many small products, each of which is too small to gain
     by_pixels = space.numel() ** 2 if space.numel() ** 2 <= 2 * entries**2 else math.inf  # no larger than the result
     by_lines = space.numel() * (_ByLines.reach(window) * prod(space[1:]) + copied)
@@ -218,7 +218,7 @@ class _ByLines:
         # [Q, lines, C/Q, *rest, B]: pixels of a line after another, and lines that are near in one piece.
         pixels = torch.unflatten(x, 1, (groups, -1)).permute(1, 3, 2, *rest, 0).contiguous()
         pixels = pixels.view(groups, lines * each, len(x))
-        together = groups == 1 and not gains(len(x) * each * near, pixels)
+        together = groups == 1 and not gains_twice(len(x) * each * near, pixels)
         inside = lines - near // each + 1 if together else 0  # the others have fewer behind them
         if together:
             windows = pixels.as_strided((inside, near, len(x)), (each * len(x), len(x), 1))

@@ -198,6 +198,15 @@ class Images:
         inputs = self.x.shape[1] // self.groups * prod(self.window.kernel)
         return self.groups, len(self.x) * prod(self.window.positions(self.x.shape[2:])), inputs
 
+    def patches(self) -> Tensor:
+        """`[B, Q, positions, I]`; those of an image lie together in memory."""
+        window, x = self.window, self.x.contiguous()
+        x = window.slide(window.pad(x), first=0)  # [B, C, *positions, *kernel]
+        space = range(2, 2 + window.dimensions)
+        positions = x.shape[2 : 2 + window.dimensions].numel()
+        x = x.permute(0, 1, *(axis + window.dimensions for axis in space), *space)
+        return x.reshape(len(x), self.groups, -1, positions).mT
+
     def times(self, matrix: Tensor) -> Tensor:
         """Patches times a matrix `[Q, I, J]`: `[B, Q, positions, J]`. Many are not formed, but convolved with it."""
         window, x = self.window, self.x.to(matrix.dtype)

@@ -227,7 +227,14 @@ def _moments(record: Record, posterior: Posterior, joint: bool, diagonal: bool) 
             total[part] += contraction.basis.covariance(gradients, contraction.scale, budget)
 
     unit = identity(outputs)
-    deliver(record, unit, tuple(block for block, _ in contractions), consume, None if diagonal else unit.count)
+    deliver(
+        record,
+        unit,
+        tuple(block for block, _ in contractions),
+        consume,
+        None if diagonal else unit.count,
+        in_parts=not joint,
+    )
     for key, pieces in waiting.items():
         rows = Rows(torch.cat([piece.values for piece in sorted(pieces, key=lambda piece: piece.start)], dim=1))
         total = total + by_block[key].basis.joint(rows, by_block[key].scale, budget)
