@@ -97,11 +97,14 @@ def in_turns(
 
 
 def kernels() -> str:
-    """Which vector instructions torch uses, and whose processor has them: some libraries use fewer on others'."""
+    """Which vector instructions torch uses, and whose processor of which family has them: some libraries use fewer on
+    others', and some families do half as much with the same instructions.
+    """
     told = Path("/proc/cpuinfo")
-    lines = told.read_text().splitlines() if told.is_file() else []
-    maker = next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), None)
-    return torch.backends.cpu.get_cpu_capability() + (f" ({maker})" if maker else "")
+    lines = [line.partition(":") for line in told.read_text().splitlines()] if told.is_file() else []
+    said = {name.strip(): value.strip() for name, _, value in reversed(lines)}
+    whose = [said.get("vendor_id", ""), f"family {said['cpu family']}" if "cpu family" in said else ""]
+    return torch.backends.cpu.get_cpu_capability() + (f" ({', '.join(filter(None, whose))})" if any(whose) else "")
 
 
 def peak_mb() -> float:

@@ -23,7 +23,7 @@ from benchmarks.measure import Result, Stopwatch, forget_peak, megabytes
 from benchmarks.operations import SAMPLES
 from benchmarks.workloads import Batch, Problem, dense_modules, dense_parameters
 
-JACOBIAN = 2e8
+JACOBIAN = 2e7
 """Numbers of a Jacobian that a prediction of laplace-torch may form; it sees as many inputs as that allows."""
 MANY = 1000
 """Classes beyond which a fit of laplace-torch, with a backward pass for each, sees one batch once."""
