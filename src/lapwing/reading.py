@@ -37,9 +37,8 @@ def gradients_of(
     """
     examples = range(record.examples) if examples is None else examples
     if layer.form == "rows":
-        total = sum(rows_of(record, layer, i, g) for i, g in zip(uses, gradients, strict=True))
-        assert isinstance(total, Tensor)
-        return Rows(total, column)
+        own = [rows_of(record, layer, i, g) for i, g in zip(uses, gradients, strict=True)]
+        return Rows(own[0] if len(own) == 1 else torch.stack(own).sum(0), column)
     if layer.form == "pair" and all(record.uses[i].call.rows is None for i in uses) and layer.shape is not None:
         whole = [_pair_gradient(record, layer, i, g, len(examples)) for i, g in zip(uses, gradients, strict=True)]
         g = whole[0] if len(whole) == 1 else torch.cat(whole, dim=3)
