@@ -24,7 +24,7 @@ from benchmarks.operations import SAMPLES
 from benchmarks.workloads import Batch, Problem, dense_modules, dense_parameters
 
 JACOBIAN = 2e7
-"""Numbers of a Jacobian that a prediction of laplace-torch may form; it sees as many inputs as that allows."""
+"""Numbers of a Jacobian that a prediction of laplace-torch may form; it sees as many inputs as that allows, or one."""
 MANY = 1000
 """Classes beyond which a fit of laplace-torch, with a backward pass for each, sees one batch once."""
 STEPS = 10

@@ -274,10 +274,16 @@ def test_what_the_system_says_of_its_processor() -> None:
 def test_narrow_sums_in_one_product_where_part_of_the_processor_is_unused(
     width: int, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On Zen 4 half of a product by MKL takes less time, but of the narrowest."""
+    """On Zen 4 half of a product by MKL takes less time, but of the narrowest; one by one products do of long sums."""
+    few, long = random(200, 400), random(2, 100, 600)
+    assert matmul.moments(few) is not None
+    assert matmul.squares_of_products(long, long.mT.repeat(1, 1, 2)) is not None
     monkeypatch.setattr(matmul, "half_used", lambda: False)
+    calls.clear()
     rows = random(4000, width)
     assert (matmul.moments(rows) is not None) == (width == 64)
+    assert matmul.moments(few) is None
+    assert matmul.squares_of_products(long, long.mT.repeat(1, 1, 2)) is None
     gram = Gram.zeros(1, width, True, rows)
     gram.add_rows(rows.unsqueeze(0), slice(None))
     assert close(gram.sums[0], rows.T.double() @ rows.double(), rows.T.double().abs() @ rows.double().abs(), 4000)
@@ -301,6 +307,8 @@ def test_squares_of_products_that_are_large_enough(
     assert len(calls) == (0 if size == 200 else 3)
     if found is not None:
         assert close(found, expected, sizes, 2 * 200)
+    wide = random(2, 800, 20), random(2, 20, 800, seed=1)  # whose results do not stay close to the processor
+    assert matmul.squares_of_products(*wide) is None
 
 
 class Pairwise(nn.Module):

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lapwing.channels_last import are_last
 from lapwing.gradients import Gradients, Layer, Rows
-from lapwing.layers import ExampleAxis
 from lapwing.reading import gradients_of
 from lapwing.slope import Slope
 
@@ -19,8 +18,16 @@ if TYPE_CHECKING:
     from lapwing.tape import Record
 
 Consume = Callable[[Layer, Gradients], None]
+"""Takes the gradients of a layer for some columns; in parts, several times for the same columns, for the examples from
+the gradients' `start` on.
+"""
 _SMALL = 2**19  # bytes of a gradient up to which it waits for the other columns
 _CLOSE = 2**23  # bytes of gradients that stay close to the processor
+
+
+def waits(size: int) -> bool:
+    """Whether a gradient of so many bytes waits for those of the other columns."""
+    return size <= _SMALL
 
 
 @dataclass
@@ -84,7 +91,7 @@ class Delivery:
 
     def _is_small(self, name: str) -> bool:
         size = self.record.outputs.element_size()
-        return all(self.record.uses[i].output.numel() * size <= _SMALL for i in self.uses[name])
+        return all(waits(self.record.uses[i].output.numel() * size) for i in self.uses[name])
 
     def _listen(self, index: int, gradient: Tensor, kept: Collection[int]) -> None:
         name = self.record.uses[index].weight
@@ -94,7 +101,7 @@ class Delivery:
         found[index].append(gradient if self.record.create_graph else gradient.detach())
         if {len(values) for values in found.values()} == {self.columns if self.together else 1}:
             del self.arrived[name]
-            if self.in_parts and len(found) == 1 and self._comes_in_parts(name, index):
+            if self.together and self.in_parts and len(found) == 1 and self._comes_in_parts(name, index):
                 self._hand_on_in_parts(name, index, found[index])
             else:
                 self._hand_on(name, [self._stacked(i, values) for i, values in found.items()])
@@ -145,8 +152,7 @@ class Delivery:
 
     def _comes_in_parts(self, name: str, index: int) -> bool:
         """Whether the gradients at a use can be handed on a few examples at a time."""
-        whole = all(layer.form == "pair" for layer in self.owners[name]) and self.record.uses[index].call.rows is None
-        return whole and self._is_image(index) and self.record.axes[index] == ExampleAxis(0)
+        return self._is_image(index) and all(layer.form == "pair" for layer in self.owners[name])
 
     def _stacked(self, index: int, gradients: list[Tensor]) -> Tensor:
         """`[K, *output]`; of images the columns of an example, or of a pixel, side by side in memory."""

@@ -111,7 +111,7 @@ class Inputs:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def by_example(self, start: int, stop: int) -> Tensor:
-        """The same; of images those of an example lie together in memory."""
+        """The same; where they are patches of images, those of an example lie together in memory."""
         use = self.uses[0]
         if len(self.uses) > 1 or not isinstance(use, UseInputs):
             return self.part(start, stop)
@@ -257,9 +257,9 @@ def outer_squares(g: Tensor, a: Tensor, budget: int) -> Tensor:
     together = _side_by_side(g)
     if g.shape[2] == 1:
         found = [squares_of_products(_by_example(own), a[:, 0]) for own in ((g,) if together else g.split(1))]
-        one_by_one = [squares.unflatten(0, (-1, g.shape[4])).sum(0) for squares in found if squares is not None]
-        if len(one_by_one) == len(found):
-            return torch.stack(one_by_one).sum(0, keepdim=True)
+        squares = [own.unflatten(0, (-1, g.shape[4])).sum(0) for own in found if own is not None]
+        if squares:  # all columns are alike
+            return torch.stack(squares).sum(0, keepdim=True)
     size = g.shape[2] * g.shape[4] * a.shape[3] * a.element_size() * (g.shape[0] if together else 1)
     step = max(1, budget // size)
     total = a.new_zeros(g.shape[2], g.shape[4], a.shape[3])

@@ -21,10 +21,11 @@ from torch.nn import functional
 _SMALL = 2**22  # multiplications, below which a call costs more than it gains
 _LARGE = 2**22  # numbers of a product, above which it is added where it belongs
 _FEW, _NARROW = 256, 512  # rows and columns of a matrix, up to which all of its moments are less work than half of them
-_ALONE = 2**23  # multiplications of a product, from which one by oneDNN takes less than its share of many by MKL
-_SHORT = 512  # terms of its sums, up to which it does on every processor where oneDNN gains
-_NARROWEST = 64  # columns, up to which they are wherever oneDNN gains
-_ZEN_5 = 26  # the family of the first processors by AMD that compute with registers of 512 bits in one piece
+_NARROWEST = 64  # columns, up to which they are where oneDNN does not gain twice as well
+_ALONE = 2**23  # multiplications of a product, from which one by oneDNN may take less than its share of many by MKL
+_WIDE = 2**19  # numbers of its result, up to which it does: larger ones do not stay close to the processor
+_SHORT = 512  # terms of its sums, up to which it does where oneDNN does not gain twice
+_ZEN_5 = 26  # the family of the first processors by AMD of which most compute with 512 bits at once
 
 
 def gains(work: int, *tensors: Tensor) -> bool:
@@ -62,10 +63,9 @@ def squares_of_products(left: Tensor, right: Tensor) -> Tensor | None:
     """
     work, length = left[0].numel() * right.shape[2], right.shape[1]
     gaining = gains if length <= _SHORT else gains_twice
-    if work < _ALONE or not gaining(work, left, right):
+    if work < _ALONE or left.shape[1] * right.shape[2] > _WIDE or not gaining(work, left, right):
         return None
-    # Of the first it would take a copy that has its rows side by side.
-    if right.mT[0].is_contiguous() or (right.shape[2] < left.shape[1] and not left[0].is_contiguous()):
+    if right.mT[0].is_contiguous():  # of a first one that is not it would take a copy
         return _squares(right.mT, left).T
     return _squares(left, right.mT)
 
@@ -113,8 +113,8 @@ def times(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def moments(rows: Tensor) -> Tensor | None:
-    """`Σ x xᵀ: [d, d]` of `rows: [n, d]`, few or narrow, in one product; None where one half of it is less work, or
-    oneDNN gains nothing.
+    """`Σ x xᵀ: [d, d]` of `rows: [n, d]`, few or narrow, in one product; None where one half of it takes less time:
+    where oneDNN does not gain twice, all but the narrowest.
     """
     count, width = rows.shape
     if count < _FEW:

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge
 from lapwing import probe
 from lapwing.batches import Inputs, ReadOutput, outputs_of
 from lapwing.columns import Columns
-from lapwing.delivery import Consume, Delivery
+from lapwing.delivery import Consume, Delivery, waits
 from lapwing.either_order import same_in_either_order
 from lapwing.errors import InputError
 from lapwing.gradients import Inputs as LayerInputs
@@ -284,8 +284,8 @@ class Record:
         """Backpropagate `columns` and hand the per-example gradients of the `wanted` layers to `consume`, if any.
 
         Layers that are read as a pair come in chunks of columns, and each gradient is freed once used; with `at_once`
-        so many columns of a layer come together, `in_parts` those of images a few examples at a time. Rows come in
-        ranges of examples, and of columns where all do not fit. `slope` is made of the first column.
+        so many columns of a layer come together, `in_parts` those of large images a few examples at a time. Rows come
+        in ranges of examples, and of columns where all do not fit. `slope` is made of the first column.
         """
         layers = [layer for layer in self.tape.layers or () if layer.name in wanted]
         pairs = [layer for layer in layers if layer.path != "fallback" and layer.name not in self.lost]
@@ -310,10 +310,10 @@ class Record:
 
     def _columns_at_once(self) -> int:
         """As many columns as may wait for each other. In one batched pass if every use is a matrix product."""
-        if not self.graph.batchable:
-            return 64
-        size = sum(use.output.numel() for use in self.uses) * self.outputs.element_size()
-        return max(1, min(10, self.tape.budget // max(1, 2 * size)))
+        batchable, each = self.graph.batchable, self.outputs.element_size()
+        sizes = [use.output.numel() * each for use in self.uses]
+        size = sum(own for own in sizes if batchable or waits(own))
+        return max(1, min(10 if batchable else 64, self.tape.budget // max(1, 2 * size)))
 
     def grad(self, edges: list[GradientEdge], vectors: Tensor, batched: bool) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(

@@ -90,7 +90,7 @@ def deliver(
     otherwise.
 
     A block of several layers gets them side by side as rows; with `at_once`, so many columns together, `in_parts` those
-    of images a few examples at a time.
+    of large images a few examples at a time.
     """
     for block in blocks:
         if len(block.layers) > 1 or block.chosen is not None:
