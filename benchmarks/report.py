@@ -98,7 +98,7 @@ def cell(cases: Cases, name: str, operation: Operation, notes: list[str], kernel
     if result.get("runs") == 1:
         text += _note(notes, "one turn, not a median")
     if result.get("kernels") != kernels:
-        text += _note(notes, "measured earlier, on another machine")
+        text += _note(notes, "measured on another machine")
     return text
 
 
