@@ -391,13 +391,13 @@ def test_squares_of_gradients_of_large_images(
     ).eval()  # fmt: skip
     x, y = random(12, 1, 8, 8), torch.arange(12) % 3
 
-    def marginal(dtype: torch.dtype) -> Tensor:
+    def diagonal(dtype: torch.dtype) -> Tensor:
         la = Laplace(model.to(dtype), "classification", structure).fit([(x.to(dtype), y)])
-        return torch.cat([value.flatten() for value in la.posterior.variances().values()])
+        return torch.cat([value.flatten() for value in la.posterior.curvature_diagonal().values()])
 
-    expected = marginal(torch.float64)
+    expected = diagonal(torch.float64)
     assert not calls
-    found = marginal(torch.float32)
+    found = diagonal(torch.float32)
     alone = (288, 64, 512) if structure == "diag" else (512, 64, 289)  # of two columns with 256 channels each
     assert calls.count(alone) == 12
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * float(expected.max()))
